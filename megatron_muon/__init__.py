@@ -23,6 +23,7 @@ from megatron_muon.version import __version__
 
 if TYPE_CHECKING:
     from megatron_muon.fsdp.muon import Muon
+    from megatron_muon.fsdp.sharded import Sharded
     from megatron_muon.megatron.enable import enable
     from megatron_muon.megatron.factory import get_megatron_muon_optimizer
     from megatron_muon.megatron.muon_config import MuonOptimizerConfig
@@ -33,6 +34,7 @@ __all__ = [
     "Muon",
     "MuonOptimizerConfig",
     "QKClip",
+    "Sharded",
     "__version__",
     "enable",
     "get_megatron_muon_optimizer",
@@ -44,6 +46,7 @@ _PLACES = {
     "Muon": "megatron_muon.fsdp.muon",
     "MuonOptimizerConfig": "megatron_muon.megatron.muon_config",
     "QKClip": "megatron_muon.qk_clip",
+    "Sharded": "megatron_muon.fsdp.sharded",
     "enable": "megatron_muon.megatron.enable",
     "get_megatron_muon_optimizer": "megatron_muon.megatron.factory",
     "mend_megatron_fsdp": "megatron_muon.megatron.patches.fsdp",  # the former name

@@ -53,6 +53,15 @@ class LoadSettings:
 class MuonSettings:
     """Muon under Megatron-FSDP."""
 
+    matrix_optimizer: str | None = _field(None, metavar="NAME")
+    """optimizer for matrices that --optimizer has no choice for, with --optimizer adam: its name in
+    emerging-optimizers (rekls, polargrad, mop, psgd_pro), or module:Class"""
+
+    matrix_optimizer_args: list[str] = field(
+        default_factory=list, metadata={"argparse_meta": {"metavar": "KEY=VALUE"}}
+    )
+    """arguments of --optimizer soap or of --matrix-optimizer: use_kl_shampoo=False eps=1e-8"""
+
     muon_exchange: Literal["owner", "allgather"] = "owner"
     """how sharded matrices are assembled: owner sends each matrix's rows to one rank, which
     orthogonalizes it; allgather, the reference, makes every rank orthogonalize all matrices"""

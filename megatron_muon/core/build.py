@@ -111,7 +111,7 @@ def make_waves(
     sizes = replace(sizes, broadcast=scheme == SHARED)
     if scheme == GATHERED:
         owners = [Team((group.rank(),), (0.0,))] * len(layout.matrices)
-        gathering = ToEveryRank(layout, owners, group, method.scale)
+        gathering = ToEveryRank(layout, owners, group, method.kind)
         waves = [(index,) for index in range(len(layout.matrices))]
         return _lay_out(scheme, gathering, waves, {}, sizes, options)
     if scheme == LOCAL:
@@ -128,7 +128,7 @@ def make_waves(
         plan.layout,
         plan.teams,
         group,
-        method.scale,
+        method.kind,
         by_pairs=plan.by_pairs,
     )
     made = _lay_out(scheme, carrier, plan.waves, teams, sizes, options, plan)

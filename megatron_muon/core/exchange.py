@@ -24,7 +24,7 @@ from megatron_muon.core.route import (
     laid_out,
     to_stacks,
 )
-from megatron_muon.core.slices import Team
+from megatron_muon.core.slices import BlockKind, BlockSlice, Team
 from megatron_muon.core.wave import Message
 
 
@@ -47,7 +47,7 @@ class ToOwners:
         layout: the matrices.
         teams: owners of each.
         group: the ranks of the layout.
-        scale: factor of a block's update by its shape.
+        kind_of: as `Method.kind`.
         by_pairs: send messages to those ranks alone for which there are bytes.
     """
 
@@ -56,7 +56,7 @@ class ToOwners:
         layout: Layout,
         teams: Sequence[Team],
         group: Any,
-        scale: Callable[[tuple[int, int]], float],
+        kind_of: Callable[[BlockSlice], BlockKind],
         *,
         by_pairs: bool = False,
     ) -> None:
@@ -64,7 +64,7 @@ class ToOwners:
         self.rank: int = group.rank()
         self.teams = teams
         self.layout = layout
-        self._scale = scale
+        self._kind_of = kind_of
         self._by_pairs = by_pairs
 
     def units(self, indices: Sequence[int]) -> Units:
@@ -74,7 +74,7 @@ class ToOwners:
             indices,
             self.teams,
             self.rank,
-            self._scale,
+            self._kind_of,
         )
 
     def route(self, indices: Sequence[int]) -> Route:

@@ -76,7 +76,7 @@ class Packing:
                 known[key] = [
                     (
                         each.rank,
-                        each.kind(sizes.method.scale(each.of)),
+                        sizes.method.kind(each),
                     )
                     for each in slots
                 ]

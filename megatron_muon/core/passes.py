@@ -91,8 +91,8 @@ class Passes:
         """Advance momentum, and write what is orthogonalized to lanes, or to stacks.
 
         momentum <- lerp(momentum, gradient, 1 - share); what is orthogonalized is
-        lerp(gradient, momentum, share), Nesterov's look-ahead, or momentum. Of a matrix that some
-        rank cannot update each shard's first element becomes NaN, so that no rank updates it.
+        lerp(gradient, momentum, share), Nesterov's look-ahead, or momentum. A method that takes no
+        momentum gets gradients. Of a matrix that some rank cannot update each shard's first element becomes NaN, so that no rank updates it.
         """
         for chunk in wave.chunks:
             with self._probe.phase("momentum"), self.rows.beside.prepare(chunk):
@@ -105,6 +105,8 @@ class Passes:
                         self._couple(part)
                     for rule in self.rules:
                         rule.before(part)
+                    if not self.rows.has_momentum:
+                        continue
                     if failed is not None:
                         _keep(part, failed[places.start : places.stop])
                     for group, rows, momentum in part.by_group():

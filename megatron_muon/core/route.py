@@ -86,15 +86,15 @@ class Stack(NamedTuple):
 
 
 def make_stacks(
-    slots: Sequence[BlockSlice], scale: Callable[[tuple[int, int]], float]
+    slots: Sequence[BlockSlice], kind_of: Callable[[BlockSlice], BlockKind]
 ) -> list[Stack]:
-    """Stacks of equal blocks; `scale` gives the factor of a block's update by its shape."""
+    """Stacks of blocks of one kind, as `Method.kind`."""
     by_kind: dict[BlockKind, list[BlockSlice]] = defaultdict(list)
     for slot in slots:
-        by_kind[slot.kind(scale(slot.of))].append(slot)
+        by_kind[kind_of(slot)].append(slot)
     stacks: list[Stack] = []
     start = 0
-    for kind in sorted(by_kind, key=lambda kind: kind[:5]):
+    for kind in sorted(by_kind, key=lambda kind: (kind[:5], kind.is_tall)):
         stacks.append(Stack(kind, start, tuple(by_kind[kind])))
         start += aligned_elements(stacks[-1].numel)
     return stacks
@@ -182,7 +182,7 @@ class Units:
 
     Args:
         teams: owners of each matrix of the layout.
-        scale: factor of a block's update by its shape.
+        kind_of: as `Method.kind`.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class Units:
         indices: Sequence[int],
         teams: Sequence[Team],
         rank: int,
-        scale: Callable[[tuple[int, int]], float],
+        kind_of: Callable[[BlockSlice], BlockKind],
     ) -> None:
         self.ranks = layout.world_size
         self.rank = rank
@@ -201,7 +201,7 @@ class Units:
         for index in indices:
             slices = teams[index].slices(index, layout.matrices[index])
             mine += [slot for slot in slices if slot.rank == rank]
-        self.stacks = make_stacks(mine, scale)
+        self.stacks = make_stacks(mine, kind_of)
         self._slots: dict[int, list[tuple[Stack, int]]] = defaultdict(list)
         for stack in self.stacks:
             for number, slot in enumerate(stack.slots):

@@ -109,6 +109,11 @@ class Storage:
         """Every shard has been borrowed once."""
 
 
+def _no_rows(index: int) -> Tensor:
+    """The momentum of a matrix that has none."""
+    return torch.empty(0)
+
+
 class Rows:
     """This rank's rows, by matrix.
 
@@ -124,6 +129,7 @@ class Rows:
             number for each matrix in a step.
 
     Attributes:
+        has_momentum: rows have momentum, in `state` of the `HeldRows` before the exchange.
         groups, gradients: each matrix's parameter group with its numbers, and rows of its gradient,
             None where there is none; to be set before a step.
         state: gives the rows of a rule's slot, by matrix.
@@ -149,7 +155,9 @@ class Rows:
         self.state: Callable[[str], list[Tensor]] = lambda slot: []
         self.momentum = dict(momentum or {})
         self._weights = outside or Storage(weights)
-        self._momentum = store or Storage(self.momentum.__getitem__)
+        self.has_momentum = waves.method.takes_momentum
+        of_shard = self.momentum.__getitem__ if self.has_momentum else _no_rows
+        self._momentum = store or Storage(of_shard)
         self.beside = self._momentum.beside
         self._group = waves.transport.group
         self._device = waves.memory.tensor.device
@@ -161,7 +169,7 @@ class Rows:
             self.held += chunk.indices
             for held in chunk.rows:
                 replicas[held.of] = len(held.shard.holders)
-            if store is None:
+            if store is None and self.has_momentum:
                 self._make_momentum(chunk)
         self.replicas = replicas.__getitem__
         self._make_counts(waves.chunks)

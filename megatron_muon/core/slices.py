@@ -34,6 +34,7 @@ class BlockKind(NamedTuple):
     steps: int  # of the matrix
     ranks: tuple[int, ...]  # that cut the block; none where it is whole
     length: int  # of this rank's part of the longer side
+    is_tall: bool = False  # of methods that take tall blocks apart from wide ones
 
     @property
     def team(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from megatron_muon.core.buffers import (
     aligned,
 )
 from megatron_muon.core.copies import Copies, Copy, copies_between
-from megatron_muon.core.methods.method import Method, Work
+from megatron_muon.core.methods.method import BlockState, Method, Work
 from megatron_muon.core.route import HeldShard, Route, chunks_of_rows
 from megatron_muon.core.slices import BlockKind
 from megatron_muon.core.teams import Agreement, TeamGroup
@@ -138,7 +138,7 @@ class WaveStack(NamedTuple):
     blocks: Tensor
     kind: BlockKind
     team: TeamGroup | None
-    state: Mapping[str, Tensor]
+    state: BlockState
 
 
 class Wave:
@@ -237,9 +237,10 @@ class Wave:
             blocks = flat[stack.start : stack.start + stack.numel].view(stack.shape)
             team = self.agreement.teams[stack.kind.ranks] if stack.kind.ranks else None
             count = min(method.together(stack.kind), len(blocks))
-            for part in blocks.split(count):
+            for number, part in enumerate(blocks.split(count)):
                 self.work.keep(part)
-                state = method.zero_state(stack.kind, len(part))
+                slots = stack.slots[number * count : number * count + len(part)]
+                state = method.zero_state(stack.kind, slots)
                 stacks.append(WaveStack(part, stack.kind, team, state))
         return stacks
 

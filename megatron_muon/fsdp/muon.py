@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch._compile import _disable_dynamo
 
 from megatron_muon.core.cost import Coefficients, Iteration
+from megatron_muon.core.methods.method import Method
 from megatron_muon.core.rows import STEPS
 from megatron_muon.core.rules.held import Held
 from megatron_muon.errors import UserError
@@ -20,6 +21,7 @@ from megatron_muon.fsdp.assembly import Beside, Variant, make_part
 from megatron_muon.fsdp.options import NS_COEFFICIENTS, NS_STEPS, word_as_arguments
 from megatron_muon.fsdp.parameter_groups import ADAMW, MUON, OPTIMIZER, members_of
 from megatron_muon.fsdp.part import NUMBERS, Part, view_parameters
+from megatron_muon.fsdp.read_numbers import ON_DEVICE
 from megatron_muon.fsdp.rank_sets import RankSet, largest_of, rank_sets
 from megatron_muon.fsdp.selection import Patterns, Predicate, Selection, select, warn_of_stacks
 from megatron_muon.fsdp.state_dicts import MuonState
@@ -158,15 +160,20 @@ class Muon(MuonState):
         given = dict(locals())
         for name in ("self", "params", "__class__"):
             del given[name]
+        self._set_up(params, given)
+
+    def _set_up(self, params: Any, given: Mapping[str, Any]) -> None:
+        """Check arguments, select parameters, and plan for them. Collective."""
         self._settings = {name: number_of(value) for name, value in given.items()}
         with word_as_arguments():
             options.check_options(self._settings)
             patterns = {each.name: self._settings[each.name] for each in fields(Patterns)}
-            selection = select(params, **patterns)
-            defaults = {name: float(self._settings[name]) for name in NUMBERS}
+            selection = select(params, self.matrix_optimizer, **patterns)
+            names = NUMBERS if self.matrix_optimizer == MUON else ON_DEVICE
+            defaults = {name: float(self._settings[name]) for name in names}
             super().__init__(options.with_defaults(selection.groups, self._settings), defaults)
             self._build(selection)
-        if matrices is None:
+        if given["matrices"] is None:
             warn_of_stacks(self.selection)
 
     def _build(self, selection: Selection) -> None:
@@ -220,7 +227,7 @@ class Muon(MuonState):
             viewed,
             Held(layout, group, device, mine, replicated=rank_set.replicated),
             options.settings_of(given),
-            options.method_of(given, device),
+            self._method(device),
             Variant(given["moment2_method"], nesterov=given["nesterov"], skip_missing=True),
             Beside(
                 offload=self._run,
@@ -233,6 +240,10 @@ class Muon(MuonState):
         if isinstance(group, Alone):
             part.copies = self.group.size()
         return part
+
+    def _method(self, device: torch.device) -> Method:
+        """The computation on whole blocks."""
+        return options.method_of(self._settings, device)
 
     def close(self) -> None:
         """Delete the files of momentum on disk; the optimizer cannot be used after that."""
@@ -299,7 +310,7 @@ class Muon(MuonState):
             for part in self.parts:
                 part.step(self.param_groups)
             for group in self.param_groups:
-                if group[OPTIMIZER] == MUON:
+                if group[OPTIMIZER] != ADAMW:
                     group[STEPS] = group.get(STEPS, 0) + 1
             self.refuse_lost_state()
             for group, numbers in read:

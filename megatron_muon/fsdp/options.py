@@ -11,7 +11,7 @@ import torch
 from megatron_muon.core.cost import Iteration
 from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.errors import UserError, word_settings
-from megatron_muon.fsdp.parameter_groups import MUON, OPTIMIZER, check_range
+from megatron_muon.fsdp.parameter_groups import ADAMW, OPTIMIZER, check_range
 from megatron_muon.fsdp.part import NUMBERS
 from megatron_muon.proven import check_iteration, check_steps_for
 from megatron_muon.ranges import check_numbers
@@ -37,6 +37,8 @@ _SETTINGS = {
     "moment2_eps": "adaptive_muon_eps",
     "beta2": "adaptive_muon_beta2",
     "moment2_method": "adaptive_muon_moment2_method",
+    "optimizer": "matrix_optimizer",
+    "arguments": "matrix_optimizer_args",
 }
 """Settings that have another name than their argument, `muon_` aside."""
 
@@ -108,7 +110,7 @@ def with_defaults(
 ) -> Sequence[dict[str, Any]]:
     """The groups of a selection with the numbers of AdamW, whose defaults torch does not have."""
     for group in groups:
-        if group[OPTIMIZER] == MUON:
+        if group[OPTIMIZER] != ADAMW:
             continue
         for name in ("lr", "weight_decay", "betas", "eps"):
             value = given[f"adamw_{name}"]

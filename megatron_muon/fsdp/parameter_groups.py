@@ -31,12 +31,8 @@ _NUMBERS = {
 }
 """Numbers that a group may have, with the settings whose ranges hold for them."""
 
-FOR_OTHER: dict[Any, tuple[str, ...]] = {
-    None: (),
-    MUON: ("betas", "eps", DECAY_VECTORS),
-    ADAMW: ("momentum",),
-}
-"""Settings of a group that have no effect on its part of Muon, or of AdamW."""
+_OF_ADAMW = ("betas", "eps", DECAY_VECTORS)
+_OF_MUON = ("momentum",)
 
 KNOWN = (*_NUMBERS, "betas", OPTIMIZER, DECAY_VECTORS)
 """Settings that a group may have."""
@@ -93,7 +89,8 @@ class Choice(Matrices):
         options = {**self.options, OPTIMIZER: optimizer}
         if optimizer == ADAMW:
             options.setdefault(DECAY_VECTORS, "weight_decay" in options)
-        return {name: value for name, value in options.items() if name not in FOR_OTHER[optimizer]}
+        without = without_effect(optimizer)
+        return {name: value for name, value in options.items() if name not in without}
 
     @override
     def note(self) -> str:
@@ -103,7 +100,16 @@ class Choice(Matrices):
         return "; ".join(filter(None, [super().note(), doubt]))
 
 
-def read_parameters(params: Any) -> dict[torch.Tensor, Choice]:
+def without_effect(optimizer: str | None) -> tuple[str, ...]:
+    """Settings of a group that have no effect on an optimizer's part of it."""
+    if optimizer is None:
+        return ()
+    if optimizer == ADAMW:
+        return _OF_MUON
+    return _OF_ADAMW if optimizer == MUON else (*_OF_ADAMW, *_OF_MUON)
+
+
+def read_parameters(params: Any, matrix_optimizer: str = MUON) -> dict[torch.Tensor, Choice]:
     """All parameters of a model, of named tensors, of tensors, or of groups of either.
 
     Raises a TypeError for what is not a parameter, and a UserError for one that Muon cannot take.
@@ -118,7 +124,7 @@ def read_parameters(params: Any) -> dict[torch.Tensor, Choice]:
     found: dict[torch.Tensor, Choice] = {}
     names = set[str]()
     for number, group in enumerate(entries):
-        options = _options(group, number)
+        options = _options(group, number, matrix_optimizer)
         members = group["params"]
         if isinstance(members, torch.Tensor):
             members = [members]
@@ -148,15 +154,16 @@ def read_parameters(params: Any) -> dict[torch.Tensor, Choice]:
     return found
 
 
-def _options(group: Mapping[str, Any], number: int) -> dict[str, Any]:
+def _options(group: Mapping[str, Any], number: int, matrix_optimizer: str) -> dict[str, Any]:
     """The settings of a group; a UserError for one without effect."""
     options = {name: value for name, value in group.items() if name != "params"}
     optimizer = options.get(OPTIMIZER)
-    if optimizer not in FOR_OTHER:
+    if optimizer not in (None, matrix_optimizer, ADAMW):
         raise UserError(
-            f"parameter group {number} has optimizer={optimizer!r}; choose 'muon' or 'adamw'"
+            f"parameter group {number} has optimizer={optimizer!r}; choose"
+            f" {matrix_optimizer!r} or {ADAMW!r}"
         )
-    known = [name for name in KNOWN if name not in FOR_OTHER[optimizer]]
+    known = [name for name in KNOWN if name not in without_effect(optimizer)]
     for name, value in options.items():
         if name not in known and name not in _NOTES:
             raise UserError(

@@ -19,7 +19,7 @@ from megatron_muon.core.rows import MOMENTUM, Rows, Storage
 from megatron_muon.core.rules.rule import Rule
 from megatron_muon.errors import UserError
 from megatron_muon.fsdp.method_state import MethodState
-from megatron_muon.fsdp.read_numbers import read_group
+from megatron_muon.fsdp.read_numbers import ON_DEVICE, read_group
 from megatron_muon.matrices.views import Matrices
 from megatron_muon.offload.store import RecordStore
 from megatron_muon.shards import local_part, sharded_like
@@ -27,7 +27,7 @@ from megatron_muon.shards import local_part, sharded_like
 type State = dict[Tensor, dict[str, Tensor]]
 
 NUMBERS = ("lr", "momentum", "weight_decay")
-"""Numbers of a parameter group that every step reads."""
+"""Numbers of a parameter group that every step reads; `momentum` only if holders keep it."""
 
 
 def refuse_copy() -> NoReturn:
@@ -130,6 +130,7 @@ class Part:
         device: of the parameters.
         state: of each parameter, of its shape and sharded alike, without momentum in a store.
         settings: defaults of parameter groups that rules add.
+        has_momentum: holders keep momentum.
         captured: replays the step, once it is captured.
         probe: measures a step.
         copies: ranks that hold these matrices alike and share nothing; measurements count one.
@@ -152,6 +153,7 @@ class Part:
         self.rules = rules
         self.store = store
         self.waves = waves
+        self.has_momentum = waves.method.takes_momentum
         self.copies = 1
         self.probe = SILENT
         self.captured: Any = None
@@ -180,7 +182,8 @@ class Part:
         levels = self.waves.method.takes_levelled
         is_resident = outside is None and (self.store is None or self.store.is_resident)
         decay = passing.get("decay", DECOUPLED)
-        if not (is_resident and can_fuse(self.device, self.rules, decay)):
+        can_use = is_resident and self.has_momentum
+        if not (can_use and can_fuse(self.device, self.rules, decay)):
             return Passes(self.rows, self.rules, levels=levels, **passing)
         return FusedPasses(
             self.rows,
@@ -196,7 +199,7 @@ class Part:
         momentum: dict[int, Tensor] = {}
         for p, each in self.viewed.items():
             is_row = each.is_itself and local_part(p).numel()
-            if not (self.store or is_row):
+            if self.has_momentum and not (self.store or is_row):
                 zeros = torch.zeros_like(p.detach(), dtype=torch.float32)
                 each.state[MOMENTUM] = zeros
                 momentum.update(each.rows_of(zeros))
@@ -205,7 +208,8 @@ class Part:
     def _show_state(self) -> None:
         """Have the momentum of other parameters as state, and make that of rules."""
         for p, slots in self.state.items():
-            if self.store is None and MOMENTUM not in slots:
+            is_state = self.has_momentum and self.store is None
+            if is_state and MOMENTUM not in slots:
                 slots[MOMENTUM] = sharded_like(p, self.rows.momentum[self.viewed[p].first])
         for rule in self.rules:
             self.settings |= rule.settings
@@ -256,7 +260,8 @@ class Part:
             if not members:
                 continue
             group.update(self.settings | group)
-            read = read_group(group, (*NUMBERS, *self.settings), self.device)
+            names = [name for name in NUMBERS if self.has_momentum or name in ON_DEVICE]
+            read = read_group(group, (*names, *self.settings), self.device)
             for number in members:
                 of_matrices[number] = read
         for rule in self.rules:
@@ -323,6 +328,8 @@ class Part:
         Copies if it is in a store, outside of the process's own memory where that is on disk;
         `empty` leaves out the values, as they will be loaded.
         """
+        if not self.has_momentum:
+            return {}
         if self.store is None:
             return {p: slots[MOMENTUM] for p, slots in self.state.items()}
         memory = self.store.scratch([local_part(p).numel() for p in self.viewed])

@@ -117,11 +117,12 @@ class Patterns:
     ns_steps_for: Mapping[str, int] | None = None
 
 
-def select(params: Any, **patterns: Any) -> Selection:
+def select(params: Any, matrix_optimizer: str = MUON, **patterns: Any) -> Selection:
     """Selects the parameters that Muon takes, and as which matrices; AdamW takes the others.
 
     Args:
         params: as for `Muon`.
+        matrix_optimizer: its name in groups.
         patterns: fields of `Patterns`.
 
     Raises:
@@ -130,7 +131,7 @@ def select(params: Any, **patterns: Any) -> Selection:
     """
     given = Patterns(**patterns)
     model = params if isinstance(params, nn.Module) else nn.Module()
-    parameters = read_parameters(params)
+    parameters = read_parameters(params, matrix_optimizer)
     choices = {}
     frozen = {}
     for p, each in parameters.items():
@@ -147,7 +148,7 @@ def select(params: Any, **patterns: Any) -> Selection:
     for p, each in choices.items():
         if not each.why and each.name not in read_as:
             _check_shape(p, each)
-    selection = Selection(_groups(choices), choices, frozen)
+    selection = Selection(_groups(choices, matrix_optimizer), choices, frozen)
     taken = {each.name: each for each in selection.matrices.values()}
     if not taken:
         raise UserError(
@@ -232,14 +233,16 @@ def _read(
         choice.steps = steps.get(name, 0)
 
 
-def _groups(choices: Mapping[torch.Tensor, Choice]) -> list[dict[str, Any]]:
+def _groups(
+    choices: Mapping[torch.Tensor, Choice], matrix_optimizer: str
+) -> list[dict[str, Any]]:
     """A group for each given one, and after these AdamW's parts of those that hold both."""
     with_muon = {each.group for each in choices.values() if not each.why}
     groups: dict[tuple[bool, int], dict[str, Any]] = {}
     for p, each in choices.items():
         is_second = bool(each.why) and each.group in with_muon
         # Megatron-FSDP's fully_shard_optimizer reads the first key as the parameters
-        empty = {"params": [], **each.options_for(ADAMW if each.why else MUON)}
+        empty = {"params": [], **each.options_for(ADAMW if each.why else matrix_optimizer)}
         groups.setdefault((is_second, each.group), empty)["params"].append(p)
     return [groups[key] for key in sorted(groups)]
 

@@ -10,7 +10,7 @@ import torch
 from megatron_muon.core.build import LOCAL, SHARED
 from megatron_muon.core.rows import MOMENTUM, STEPS
 from megatron_muon.errors import OffloadError, UserError
-from megatron_muon.fsdp.parameter_groups import MUON, OPTIMIZER, members_of
+from megatron_muon.fsdp.parameter_groups import ADAMW, MUON, OPTIMIZER, members_of
 from megatron_muon.fsdp.part import Part, State, refuse_copy
 from megatron_muon.fsdp.selection import Selection
 from megatron_muon.fsdp.step import CapturedStep, make_state, put_on_device
@@ -22,6 +22,7 @@ from megatron_muon.ranks import Alone
 class MuonState(torch.optim.Optimizer):
     """State of matrices, which `parts` have, and of AdamW, as state dicts of torch's optimizers."""
 
+    matrix_optimizer = MUON  # its name in groups and tables
     parts: list[Part]  # the matrices of each set of ranks
     selection: Selection
     _run: OffloadRun | None = None  # keeps momentum off the device; None once it is closed
@@ -49,7 +50,7 @@ class MuonState(torch.optim.Optimizer):
                 self.state[p] = dict(slots)
         for group in self.param_groups:
             # torch's checkpoints load what the run has alone, whatever dtype comes later
-            if group[OPTIMIZER] == MUON:
+            if group[OPTIMIZER] != ADAMW:
                 group.setdefault(STEPS, 0)
                 continue
             for p in group["params"]:
@@ -93,8 +94,9 @@ class MuonState(torch.optim.Optimizer):
             part.take_up(self.state)
         before = {p: self.state[p] for p in self.selection.matrices}
         try:
+            self.state.update((p, dict(slots)) for p, slots in before.items())
             for p, momentum in self.momentum_state().items():
-                self.state[p] = {**before[p], MOMENTUM: momentum}
+                self.state[p][MOMENTUM] = momentum
             for part in self.parts:
                 for p, slots in part.method_state.save().items():
                     self.state[p].update(slots)
@@ -153,7 +155,8 @@ class MuonState(torch.optim.Optimizer):
                 if not p.requires_grad and not slots:
                     continue
                 shapes = {slot: tuple(tensor.shape) for slot, tensor in own.items()}
-                shapes[MOMENTUM] = tuple(p.shape)
+                if part.has_momentum:
+                    shapes[MOMENTUM] = tuple(p.shape)
                 for slot, numel in part.method_state.numels(p).items():
                     shapes[slot] = (numel,)
                 for slot, shape in shapes.items():
@@ -175,7 +178,7 @@ class MuonState(torch.optim.Optimizer):
         device = self.parts[0].device
         if device.type != "cuda":
             raise UserError(f"cuda_graph=True needs a GPU, not {device}; leave it out")
-        groups = [group for group in self.param_groups if group[OPTIMIZER] == MUON]
+        groups = [group for group in self.param_groups if group[OPTIMIZER] != ADAMW]
         put_on_device(groups, device)
         for part in self.parts:
             look = part.engine.passes.look

@@ -18,7 +18,9 @@ from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_muon.core.layout import replicated_layout
+from megatron_muon.core.methods.method import Method
 from megatron_muon.core.methods.newton_schulz import NewtonSchulz
+from megatron_muon.core.methods.owner import OwnerMethod
 from megatron_muon.core.passes import COUPLED, DECOUPLED, largest_magnitude, unit_factor
 from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.rows import MOMENTUM
@@ -28,11 +30,15 @@ from megatron_muon.fsdp.assembly import Beside, Variant, make_part
 from megatron_muon.fsdp.part import ViewedParameter, view_parameters
 from megatron_muon.matrices.cuts import layout_of
 from megatron_muon.matrices.views import Matrices
+from megatron_muon.megatron.flags.refusals import is_class
+from megatron_muon.megatron.matrix_optimizer import candidate_of
 from megatron_muon.megatron.model import matrices as mp
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.megatron.sharded_muon import ShardedMuon
 from megatron_muon.settings import iteration_of
 from megatron_muon.shards import local_part, sharded_like
+
+_HOST = torch.device("cpu")
 
 
 def build_muon(
@@ -56,7 +62,7 @@ def build_muon(
     is_replicated = ddp_config.data_parallel_sharding_strategy == "no_shard"
     over_tp = not is_replicated and config.muon_tp_mode != "blockwise"
     matrices = {p: mp.matrices_of(names[p], p, config, over_tp=over_tp) for p in parameters}
-    is_ours = config.optimizer == "adaptive_muon" or config.muon_hyperball
+    is_ours = config.optimizer != "muon" or config.muon_hyperball
     if is_replicated and not (config.muon_share_replicated or is_ours):
         return ReplicatedMuon(groups, config, pg_collection, names, matrices), matrices
     group: dist.ProcessGroup = pg_collection.expt_dp if is_expert else pg_collection.dp_cp
@@ -89,25 +95,35 @@ def make_muon(
     `groups` are in the order of the layout; momentum and iteration are on `device`.
     """
     adaptive = config.optimizer == "adaptive_muon"
-    method = NewtonSchulz(
-        iteration_of(config),
-        scale_mode=config.muon_scale_mode,
-        extra_scale_factor=config.muon_extra_scale_factor,
-        scaled=not adaptive,
-        device=device,
-    )
+    method = method_of(config, device)
     variant = Variant(
         config.adaptive_muon_moment2_method if adaptive else None,
         nesterov=config.muon_nesterov,
         decay=DECOUPLED if config.decoupled_weight_decay else COUPLED,
     )
     part = make_part(viewed, held, config, method, variant, beside)
-    defaults = {
-        "lr": config.lr,
-        "momentum": config.muon_momentum,
-        "weight_decay": config.weight_decay,
-    }
+    defaults = {"lr": config.lr, "weight_decay": config.weight_decay}
+    if part.has_momentum:
+        defaults["momentum"] = config.muon_momentum
     return ShardedMuon(groups, part, defaults)
+
+
+def method_of(config: MuonOptimizerConfig, device: torch.device = _HOST) -> Method:
+    """The computation on whole blocks: Newton-Schulz, or a class that the config names.
+
+    Raises:
+        SettingError: the class cannot be used.
+    """
+    if is_class(config.optimizer):
+        on_host = config.muon_offload == "cpu"
+        return OwnerMethod(candidate_of(config), device, keeps_on_host=on_host)
+    return NewtonSchulz(
+        iteration_of(config),
+        scale_mode=config.muon_scale_mode,
+        extra_scale_factor=config.muon_extra_scale_factor,
+        scaled=config.optimizer != "adaptive_muon",
+        device=device,
+    )
 
 
 class ReplicatedMuon(TensorParallelMuon):

@@ -39,7 +39,7 @@ from megatron_muon.matrices.views import Matrices
 from megatron_muon.megatron.attention_logits import AttentionLogits
 from megatron_muon.megatron.builder import build_muon
 from megatron_muon.megatron.chained import MuonChainedOptimizer
-from megatron_muon.megatron.flags.refusals import logits_flag
+from megatron_muon.megatron.flags.refusals import LION, is_class, logits_flag
 from megatron_muon.megatron.main_weights import MainWeights
 from megatron_muon.megatron.model import matrices as mp
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig, check_supported, with_settings
@@ -77,7 +77,7 @@ def get_megatron_muon_optimizer(
     settings = _checked(config, model_chunks)
     pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     groups, names = _groups(settings, model_chunks, config_overrides)
-    offload = offload_run(settings)
+    offload = None if is_class(settings.optimizer) else offload_run(settings)
     optimizers: list[MegatronOptimizer] = []
     parts: dict[str, Part] = {}
     matrices: dict[torch.Tensor, Matrices] = {}
@@ -93,6 +93,10 @@ def get_megatron_muon_optimizer(
         muon_groups = [group for group in ours if "optimizer" not in group]
         scalar_groups = [group for group in ours if "optimizer" in group]
         stats_group = _grad_stats_group(ddp_config, pg_collection, is_expert=is_expert)
+        scalars = {settings.muon_scalar_optimizer: scalar_groups}
+        if settings.optimizer == LION:
+            scalars[LION] = scalars.get(LION, []) + muon_groups
+            muon_groups = []
         if muon_groups:
             muon, theirs = build_muon(
                 muon_groups,
@@ -109,8 +113,10 @@ def get_megatron_muon_optimizer(
             matrices |= theirs
             optimizers.append(wrap(muon, settings, model_chunks, pg_collection))
             optimizers[-1].grad_stats_parallel_group = stats_group
-        if scalar_groups:
-            scalar = _scalar(settings, model_chunks, scalar_groups, pg_collection, stats_group)
+        for name, members in scalars.items():
+            if not members:
+                continue
+            scalar = _scalar(name, settings, model_chunks, members, pg_collection, stats_group)
             optimizers.append(scalar)
             if weights is None or offload is None:
                 initialize_scalar_state(scalar)
@@ -185,12 +191,13 @@ def _report(
     digest = "-".join(plan.digest() for plan in plans.values())
     if digest:
         say(f"megatron-muon: plan {digest}")
-    rows = mp.parameter_rows(groups, names, matrices)
+    label = config.optimizer if is_class(config.optimizer) else mp.MUON
+    rows = mp.parameter_rows(groups, names, matrices, label)
     say(table(rows, full=config.muon_log_params))
     elements = elements_of(rows)
     return {
-        "muon_parameters": elements[mp.MUON],
-        "scalar_parameters": elements.total() - elements[mp.MUON],
+        "muon_parameters": elements[label],
+        "scalar_parameters": elements.total() - elements[label],
         "plan": digest,
         "plans": {kind: figures(plan) for kind, plan in plans.items()},
     }
@@ -268,6 +275,7 @@ def wrap(
 
 
 def _scalar(
+    name: str,
     config: MuonOptimizerConfig,
     model_chunks: Sequence[Any],
     groups: list[dict[str, Any]],
@@ -276,7 +284,7 @@ def _scalar(
 ) -> MegatronOptimizer:
     """megatron-core's own optimizer for the other parameters, still without state."""
     scalar_config = copy.copy(config)
-    scalar_config.optimizer = config.muon_scalar_optimizer
+    scalar_config.optimizer = name
     wrapped = _get_megatron_optimizer_based_on_param_groups(
         config=scalar_config,
         model_chunks=list(model_chunks),

@@ -53,6 +53,9 @@ class Opened:
         flags = self.rest
         if self.config is not None:
             flags = config_file.merge(self.config, flags)
+            if left_out := config_file.of_muon(self.config, self.rest):
+                shown = " ".join(left_out)
+                self.notes.append(f"left out of {self.config.path}, as they are Muon's: {shown}")
         return resumed(flags, self.notes) if self.resumes else flags
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron_muon.core.rows import MOMENTUM, STEPS
-from megatron_muon.fsdp.part import NUMBERS, Part, State, refuse_copy
+from megatron_muon.fsdp.part import Part, State, refuse_copy
 from megatron_muon.offload.store import RecordStore
 from megatron_muon.shards import local_part
 
@@ -21,12 +21,12 @@ class ShardedMuon(torch.optim.Optimizer):
 
     Args:
         groups: parameter groups, in the order of the part's parameters.
-        defaults: of parameter groups: `lr`, `momentum` (the share of the old one that is kept) and
-            `weight_decay`.
+        defaults: of parameter groups: `lr`, `weight_decay` and, if the part has it, `momentum` (the
+            share of the old one that is kept).
     """
 
     def __init__(self, groups: list[dict[str, Any]], part: Part, defaults: dict[str, Any]) -> None:
-        super().__init__(groups, {name: defaults[name] for name in NUMBERS})
+        super().__init__(groups, defaults)
         self.part = part
         for group in self.param_groups:
             if part.store is not None and part.store.rounds:

@@ -265,7 +265,7 @@ def test_the_symmetric_kernel_is_compiled_before_the_first_step(
     assert {call[:2] for call in compiled} == sizes
     kernel.clear()
     sums: Any = SimpleNamespace(ranks=team.ranks, total=lambda part, buffer, probe: part)
-    for of in make_stacks(slots, orthogonalizer.scale):
+    for of in make_stacks(slots, orthogonalizer.kind):
         part = torch.randn(of.shape).bfloat16()
         run(orthogonalizer, part, of.kind, sums if of.kind.ranks else None)
     assert set(kernel) == compiled

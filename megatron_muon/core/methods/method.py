@@ -83,10 +83,17 @@ class Work:
         return torch.ones(1, dtype=torch.float32, device=self._buffers["r"].device)
 
 
+class BlockState(dict[str, Tensor]):
+    """State of a stack's blocks by slot name, `(count, ...)` fp32; `slots` are the blocks."""
+
+    slots: Sequence[BlockSlice] = ()
+
+
 class Method(ABC):
     """Turns a stack of whole blocks into their updates.
 
     Attributes:
+        takes_momentum: True if `run` gets momentum, which holders keep; else gradients.
         serves_teams: True if several ranks may share a block.
         leaves_updates_in: the name of the buffer in which `run` may leave updates.
         takes_levelled: True if `run` gets stacks that have been multiplied by their factors.
@@ -94,6 +101,7 @@ class Method(ABC):
         dtype: of its arithmetic, which "auto" takes for wire and stacks.
     """
 
+    takes_momentum: ClassVar[bool] = True
     serves_teams: ClassVar[bool] = False
     leaves_updates_in: ClassVar[str] = ""
     takes_levelled: ClassVar[bool] = False
@@ -117,6 +125,10 @@ class Method(ABC):
     def scale(self, shape: tuple[int, int]) -> float:
         """Factor of the update of a block of `shape`, `BlockKind.scale`; 1 by default."""
         return 1.0
+
+    def kind(self, block: BlockSlice) -> BlockKind:
+        """The stack that a block belongs to; wide and transposed tall blocks share one by default."""
+        return block.kind(self.scale(block.of))
 
     def row_scales(self, matrix: Matrix) -> torch.Tensor:
         """Factors of the rows of a matrix's update, `(rows, 1)` fp32, for rules that apply them."""
@@ -150,17 +162,22 @@ class Method(ABC):
         """True if it overrides `state_shapes`."""
         return type(self).state_shapes is not Method.state_shapes
 
-    def zero_state(self, kind: BlockKind, count: int) -> dict[str, Tensor]:
-        """State of `count` blocks by slot name, `(count, ...)`."""
-        state = {}
+    def zero_state(self, kind: BlockKind, slots: Sequence[BlockSlice]) -> BlockState:
+        """The first state of a stack of these blocks."""
+        state = BlockState()
+        state.slots = slots
         for slot, shape in self.state_shapes(kind).items():
             state[slot] = torch.zeros(
-                count,
+                len(slots),
                 *shape,
                 dtype=torch.float32,
-                device=self.device,
+                device=self.state_device(slot, kind),
             )
         return state
+
+    def state_device(self, slot: str, kind: BlockKind) -> torch.device:
+        """Where a slot is kept; with the stacks by default."""
+        return self.device
 
     def state_numels(self, matrix: Matrix) -> Counter[str]:
         """Elements of the state of a matrix by slot name."""
@@ -168,8 +185,7 @@ class Method(ABC):
         if not self.has_state:
             return found
         for block in Team((0,), (0.0,)).slices(0, matrix):
-            kind = block.kind(self.scale(block.of))
-            for slot, shape in self.state_shapes(kind).items():
+            for slot, shape in self.state_shapes(self.kind(block)).items():
                 found[slot] += math.prod(shape)
         return found
 
@@ -185,7 +201,7 @@ class Method(ABC):
         factors: Tensor,
         work: Work,
         *,
-        state: Mapping[str, Tensor] | None = None,
+        state: BlockState | None = None,
         team: TeamGroup | None = None,
         probe: Probe = SILENT,
     ) -> Tensor | None:

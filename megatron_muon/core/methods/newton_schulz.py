@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, override
@@ -30,7 +30,7 @@ from megatron_muon.core import launches
 from megatron_muon.core.cost import GRAM, KERNEL, QUACK, Coefficients, Iteration
 from megatron_muon.core.layout import Matrix
 from megatron_muon.core.methods import symmetric
-from megatron_muon.core.methods.method import Method, Work
+from megatron_muon.core.methods.method import BlockState, Method, Work
 from megatron_muon.core.methods.symmetric import SymmetricProducts
 from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.slices import BlockKind, BlockSlice
@@ -135,7 +135,7 @@ class NewtonSchulz(Method):
         factors: Tensor,
         work: Work,
         *,
-        state: Mapping[str, Tensor] | None = None,
+        state: BlockState | None = None,
         team: TeamGroup | None = None,
         probe: Probe = SILENT,
     ) -> Tensor:
@@ -163,7 +163,7 @@ class NewtonSchulz(Method):
         number of steps.
         """
         if self.iteration.products in (KERNEL, QUACK):
-            for kind in {slot.kind(self.scale(slot.of)) for slot in slots}:
+            for kind in {self.kind(slot) for slot in slots}:
                 self._run_once(kind)
 
     def _run_once(self, kind: BlockKind) -> None:

@@ -20,10 +20,12 @@ from megatron_muon.errors import UserError
 from megatron_muon.megatron.data.corpus import check_vocabulary, read_head
 from megatron_muon.megatron.flags.config_file import refuse_unknown_flags
 from megatron_muon.megatron.flags.refusals import (
+    MEGATRONS,
     MUONS,
     CheckedRun,
     check,
     has_transformer_engine,
+    settle_matrix_optimizer,
 )
 from megatron_muon.ranges import check_numbers, is_number
 from megatron_muon.settings import TP_MODE, LoadSettings, MuonSettings, RunSettings, word_as_flags
@@ -94,6 +96,7 @@ def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse `argv`; refuse an unknown flag, naming the nearest known one, and an invalid value."""
     args, unknown = parser.parse_known_args(list(argv))
     refuse_unknown_flags(unknown, parser._option_string_actions)
+    settle_matrix_optimizer(args)
     return args
 
 
@@ -106,15 +109,17 @@ def missing_defaults(
     chosen = {actions[flag].dest for flag in flags if flag in actions}
     given = parser.parse_known_args(list(argv))[0]
     on_cpu = device == "cpu"
+    is_megatrons = given.optimizer in MEGATRONS and given.matrix_optimizer is None
     wanted = ["--eval-interval 1000"]  # 0.19 has no default and divides by it
     if "use_megatron_fsdp" in chosen:
         wanted += ["--ckpt-format fsdp_dtensor", "--use-distributed-optimizer"]
         is_tp = given.tensor_model_parallel_size > 1 or (given.expert_tensor_parallel_size or 1) > 1
-        if given.optimizer in MUONS and (given.use_checkpoint_args or is_tp):
+        if not is_megatrons and (given.use_checkpoint_args or is_tp):
             wanted.append(f"--muon-tp-mode {TP_MODE}")
     if on_cpu:
         wanted += ["--distributed-backend gloo", "--num-workers 0"]
-    if (on_cpu or given.muon_ns_device == "cpu") and not cpu_has_bf16():
+    is_slow = (on_cpu or given.muon_ns_device == "cpu") and not cpu_has_bf16()
+    if is_slow and given.optimizer in MUONS:
         wanted.append("--muon-fp32-matmul-prec highest")
     # An extension of Apex. megatron-core's own output layer needs it even with Transformer Engine.
     if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:

@@ -21,6 +21,7 @@ ENV_VARS and MODEL_ARGS are merged key by key, the file itself last. Variables o
 may be unset.
 """
 
+import argparse
 import os
 import re
 import string
@@ -35,6 +36,8 @@ import yaml
 from megatron_muon import shipped
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.flag_names import did_you_mean
+from megatron_muon.megatron.flags.refusals import ITERATION, MUONS, is_class
+from megatron_muon.settings import flag_of
 
 ENV_KEY = "ENV_VARS"
 ARGS_KEY = "MODEL_ARGS"
@@ -42,6 +45,8 @@ BASE_KEY = "BASE"
 
 UNSET_FLAG = "--unset"
 """Removes a flag of the file: `--unset bf16`, for a bare flag without a `--no-` twin."""
+
+MATRIX_OPTIMIZER = flag_of("matrix_optimizer")
 
 _BRACKETED = re.compile(r"\[([^\[\],]+)\]\Z")
 
@@ -136,9 +141,27 @@ def load_config(
 
 
 def merge(config: ExperimentConfig, user_argv: Sequence[str]) -> list[str]:
-    """The file's flags without those that `--unset` names, then the user's, which win."""
+    """The file's flags without those that `--unset` names, then the user's, which win.
+
+    Those `of_muon` are left out, too.
+    """
     rest, unset = _without_unset(user_argv)
+    unset |= set(of_muon(config, user_argv))
     return [*as_argv(item for item in config.flags if item[0] not in unset), *rest]
+
+
+def of_muon(config: ExperimentConfig, user_argv: Sequence[str]) -> list[str]:
+    """The file's flags for Muon's update, if the user's name another optimizer for matrices."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--optimizer", default=MUONS[0])
+    early.add_argument(MATRIX_OPTIMIZER)
+    given, _ = early.parse_known_args(list(user_argv))
+    if not (given.matrix_optimizer or is_class(given.optimizer)):
+        return []
+    names = {flag_of(name) for name in ITERATION}
+    if given.matrix_optimizer:
+        names.add("--optimizer")
+    return [flag for flag, _ in config.flags if flag in names]
 
 
 def check_flags(config: ExperimentConfig, known: Collection[str]) -> None:

@@ -28,7 +28,22 @@ from megatron_muon.settings import (
 )
 
 MUONS = ("muon", "adaptive_muon")
-"""Values of --optimizer for which this package makes the optimizer under Megatron-FSDP."""
+MEGATRONS = ("adam", "sgd", "dist_muon")
+"""Values of --optimizer that this package leaves to Megatron; others are classes for matrices."""
+
+LION = "lion"
+"""A class whose update of an element depends on that element alone: nothing is exchanged."""
+
+ITERATION = {
+    "muon_momentum": (0.9, 0.95),
+    "muon_nesterov": (False,),
+    "muon_scale_mode": ("spectral",),
+    "muon_fp32_matmul_prec": ("medium",),
+    "muon_coefficient_type": ("quintic",),
+    "muon_num_ns_steps": (5,),
+    "muon_extra_scale_factor": (1.0,),
+}
+"""Megatron's settings of Muon's update, with their defaults as flags and in a config."""
 
 FIELDS = tuple(field.name for field in fields(MuonSettings))
 ADAPTIVE = tuple(name for name in FIELDS if name.startswith("adaptive_muon_"))
@@ -38,6 +53,15 @@ OF_OFFLOAD = (
     "muon_offload_fraction",
     "muon_offload_buffer_mb",
     "muon_ns_device",
+)
+OF_MUON = (
+    "muon_team_size",
+    "muon_ns",
+    "muon_ns_steps_for",
+    "muon_hyperball",
+    "muon_share_replicated",
+    "muon_momentum_dtype",
+    *OF_OFFLOAD,
 )
 OF_OWN_EXCHANGE = (
     "muon_ns",
@@ -105,7 +129,8 @@ class CheckedRun:
         self.values = values
         self.on_cpu = on_cpu
         self.has_model = has_model
-        self.with_muon = values.optimizer in MUONS or has_model
+        self.is_ours = values.optimizer not in MEGATRONS or has_model
+        self.is_class = is_class(values.optimizer)
         self.is_adaptive = values.optimizer == "adaptive_muon"
         # Every rank holds whole matrices; plain Muon with repeated work is megatron-core's own.
         self.replicated = values.data_parallel_sharding_strategy == "no_shard"
@@ -151,9 +176,13 @@ def _rules(run: CheckedRun, is_training: bool) -> Rules:
     if is_training:
         yield from _of_megatron(run)
     yield from _of_optimizer(run)
-    if not (run.use_megatron_fsdp and run.with_muon):
+    if not (run.use_megatron_fsdp and run.is_ours):
         yield from _without_muon(run)
         return
+    if run.is_class:
+        yield from _of_class(run)
+        return
+    yield bool(run.matrix_optimizer_args), "--matrix-optimizer-args needs --optimizer soap or --matrix-optimizer NAME; leave it out"
     check_iteration(iteration_of(run))
     check_steps_for(iteration_of(run), steps_for(run))
     if run.qk_clip:
@@ -194,7 +223,7 @@ def _of_optimizer(run: CheckedRun) -> Rules:
         " --use-megatron-fsdp; use 1",
     )
     yield (
-        run.fp16 and run.with_muon,
+        run.fp16 and run.is_ours,
         "--fp16 is not supported with --optimizer {0.optimizer}; use --bf16, or fp32",
     )
     layer_wise = run.optimizer == "dist_muon" or run.get("use_layer_wise_distributed_optimizer")
@@ -206,6 +235,33 @@ def _of_optimizer(run: CheckedRun) -> Rules:
     for flag in run.given(ADAPTIVE):
         needs = f"{flag} needs --optimizer adaptive_muon; add it or leave {flag} out"
         yield not run.is_adaptive, needs
+
+
+def _of_class(run: CheckedRun) -> Rules:
+    """Settings of Muon in a run with another optimizer for matrices."""
+    for name, defaults in ITERATION.items():
+        yield (
+            getattr(run, name) not in defaults,
+            f"{flag_of(name)} {{0.{name}}} is for Muon, not for {{0.optimizer}}; leave it out",
+        )
+    for flag in run.given(OF_MUON):
+        yield True, f"{flag} is for Muon, not for {{0.optimizer}}; leave it out"
+    yield (
+        run.muon_offload == "nvme",
+        "--muon-offload nvme does not work for the state of {0.optimizer}; use cpu or none",
+    )
+    yield (
+        run.muon_tp_mode == "blockwise" and run.largest_tp > 1,
+        "--muon-tp-mode blockwise does not work with {0.optimizer}, which needs whole matrices; use"
+        " duplicated",
+    )
+    yield (
+        run.replicated and run.largest_tp > 1,
+        "no_shard with tensor parallel size {0.largest_tp} does not work with {0.optimizer}: no"
+        " rank has whole matrices; use optim, optim_grads or optim_grads_params",
+    )
+    yield from _conflicts(run)
+    yield from _without_effect(run)
 
 
 def _without_muon(run: CheckedRun) -> Rules:
@@ -330,6 +386,28 @@ def _offload(run: CheckedRun) -> Rules:
         "--muon-ns-device cpu is not supported with --optimizer adaptive_muon; use accelerator, or"
         " leave it out",
     )
+
+
+def is_class(optimizer: str) -> bool:
+    """True if a value of `optimizer` names a class for matrices instead of Muon."""
+    return optimizer not in (*MEGATRONS, *MUONS)
+
+
+def settle_matrix_optimizer(args: Any) -> None:
+    """Have `optimizer` of parsed flags name the class of --matrix-optimizer.
+
+    Raises:
+        UserError: --optimizer names another.
+    """
+    name = args.matrix_optimizer
+    if name is None:
+        return
+    if args.optimizer not in ("adam", name):
+        raise UserError(
+            f"--matrix-optimizer {name} and --optimizer {args.optimizer} name two optimizers for"
+            " matrices; leave --optimizer out"
+        )
+    args.optimizer = name
 
 
 def has_transformer_engine() -> bool:

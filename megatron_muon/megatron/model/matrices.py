@@ -25,6 +25,7 @@ from megatron_muon.matrices.fused import LOOKS_FUSED
 from megatron_muon.matrices.roles import EMBEDDING, OUTPUT, role_of, why_not_muon
 from megatron_muon.matrices.table import Row
 from megatron_muon.matrices.views import Matrices, View
+from megatron_muon.megatron.flags.refusals import is_class
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.patterns import matching, values_of
 from megatron_muon.ranks import new_group_of, numbers_of_all_ranks
@@ -164,18 +165,19 @@ def parameter_rows(
     groups: Sequence[Mapping[str, Any]],
     names: Mapping[torch.Tensor, str],
     matrices: Mapping[torch.Tensor, Matrices],
+    label: str = MUON,
 ) -> list[Row]:
     """Rows of the table, with blocks, and reasons why Muon leaves a 2D weight.
 
     Shapes are whole over data- and tensor-parallel ranks, and those of this expert-parallel rank
-    for experts. `groups` of Muon have no `optimizer`.
+    for experts. Groups of matrices have no `optimizer`; the table calls it `label`.
     """
     rows = []
     for group in sorted(groups, key=lambda group: "optimizer" in group):
-        optimizer = group.get("optimizer", MUON)
+        optimizer = group.get("optimizer", label)
         for p in group["params"]:
             note = matrices[p].note() if p in matrices else ""
-            if p.ndim == 2 and optimizer != MUON:
+            if p.ndim == 2 and optimizer != label:
                 note = getattr(p, "why_not_muon", "use_muon=False")
             whole_or_part = p if p.ndim == 2 else getattr(p, "orig_param", p)
             rows.append(Row(optimizer, names[p], tuple(whole_or_part.shape), note))
@@ -200,7 +202,7 @@ class Fused:
 
     def split(self, rows: int, settings: MuonOptimizerConfig, *, tensor_parallel: int) -> RowSplit:
         """The blocks of a matrix of `rows` rows, one tensor-parallel rank's after another's."""
-        if self.gated and settings.muon_split_gated_mlp:
+        if self.gated and (settings.muon_split_gated_mlp or is_class(settings.optimizer)):
             half = self.interleave or rows // (2 * tensor_parallel)
             return RowSplit(groups=rows // (2 * half), parts=(half, half))
         if self.heads and settings.muon_split_heads:

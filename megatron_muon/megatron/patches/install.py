@@ -29,7 +29,14 @@ from megatron_muon.core.probe import span
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.checkpoint import loading, saving
 from megatron_muon.megatron.flags.command_line import add_muon_arguments
-from megatron_muon.megatron.flags.refusals import FIELDS, MUONS, NEEDS_MUON, CheckedRun, check
+from megatron_muon.megatron.flags.refusals import (
+    FIELDS,
+    MEGATRONS,
+    NEEDS_MUON,
+    CheckedRun,
+    check,
+    settle_matrix_optimizer,
+)
 from megatron_muon.megatron.muon_config import with_settings
 from megatron_muon.megatron.patches.fsdp import patch_megatron_fsdp
 from megatron_muon.megatron.patches.progress import show_progress
@@ -72,6 +79,7 @@ def follow(
     @word_as_flags()
     def parse_known_args(parser: Any, parse: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         flags, unknown = parse(*args, **kwargs)
+        settle_matrix_optimizer(flags)
         has_muon = _has_muon(flags)
         if has_muon:
             if not torch.cuda.is_available():
@@ -109,7 +117,7 @@ def _refuse_ours(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> 
 
 
 def _has_muon(args: argparse.Namespace) -> bool:
-    return bool(args.use_megatron_fsdp and args.optimizer in MUONS)
+    return bool(args.use_megatron_fsdp and args.optimizer not in MEGATRONS)
 
 
 def _replace_copies(patches: Patches) -> None:
@@ -219,7 +227,7 @@ def use_factory(patches: Patches, given: Mapping[str, Any]) -> None:
     ) -> Any:
         ddp_config = getattr(model_chunks[0], "ddp_config", None)
         under_fsdp = getattr(ddp_config, "use_megatron_fsdp", False)
-        if config.optimizer not in MUONS or not under_fsdp:
+        if config.optimizer in MEGATRONS or not under_fsdp:
             return build(config, model_chunks, config_overrides, pg_collection)
         # A custom loop, which has parsed no flags.
         if not hasattr(checkpointing.handle_swiglu_in_state_dict, "__wrapped__"):

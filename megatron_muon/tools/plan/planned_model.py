@@ -32,7 +32,7 @@ from megatron_muon.errors import UserError, quiet_imports
 from megatron_muon.megatron import prepare
 from megatron_muon.megatron.flags import command_line as arguments
 from megatron_muon.megatron.flags.config_file import given_flags, load_config, merge
-from megatron_muon.megatron.flags.refusals import MUONS
+from megatron_muon.megatron.flags.refusals import MEGATRONS
 from megatron_muon.megatron.model import matrices as mp
 from megatron_muon.megatron.model.gpt import gpt_config
 from megatron_muon.megatron.model.matrices import muon_matrices, restore_attributes, tag_for_muon
@@ -97,7 +97,7 @@ def _arguments(
     parser = arguments.build_parser()
     config = load_config(path, _Environment(os.environ), overridden=given_flags(flags))
     line = [*merge(config, flags), "--use-megatron-fsdp"]
-    if arguments.parse(parser, line).optimizer not in MUONS:
+    if arguments.parse(parser, line).optimizer in MEGATRONS:
         line += ["--optimizer", "muon"]
     args = arguments.parse(
         parser, (*arguments.missing_defaults(parser, line, device=device), *line)

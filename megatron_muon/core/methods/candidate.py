@@ -1,0 +1,321 @@
+"""A class of optimizers for matrices, and trials of it on small blocks before it is trusted.
+
+`OwnerMethod` runs such a class, unmodified, where it sees gradients alone. A trial runs two steps of
+small blocks on the CPU. It finds whether updates depend on weights, what the class keeps and where,
+whether it draws random numbers, and how many operations it takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import emerging_optimizers
+import torch
+from emerging_optimizers import registry
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_muon.errors import SettingError
+
+OWN = ("muon", "adaptive_muon", "muon_hyperball")
+"""Names of emerging-optimizers for which this package has methods and rules of its own."""
+
+_SHAPE = (4, 3)
+_COUNTED_SIDE = 192
+"""Longer side of the blocks whose operations are counted, at most."""
+
+_LINALG = {
+    torch.ops.aten.linalg_qr: 16 / 3,
+    torch.ops.aten._linalg_eigh: 12,
+    torch.ops.aten._linalg_svd: 16,
+}
+"""Operations of factorizations, with their orthogonal factors, as multiples of n^3.
+
+Source: Golub and Van Loan, Matrix Computations, 4th edition, sections 5.2, 8.3 and 8.6: about
+8/3 n^3 for QR and as many for Q; 9 n^3 and more, and 4 m^2 n + 8 m n^2 + 9 n^3, for the others.
+"""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One value in a block's state.
+
+    Attributes:
+        slot: its name, as `exp_avg`, or `Q.0` for the first of a list.
+        shape: of the tensor; empty for a number.
+        dtype: of the tensor, or the type of the number.
+        on_host: it is a number, or a tensor that the class keeps in host memory.
+    """
+
+    slot: str
+    shape: tuple[int, ...]
+    dtype: Any
+    on_host: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A class with its arguments.
+
+    Attributes:
+        name: for messages, tables and checkpoints.
+        make: the class, a `torch.optim.Optimizer`.
+        arguments: of the class; learning rate and weight decay are set by `OwnerMethod`.
+    """
+
+    name: str
+    make: type[Optimizer]
+    arguments: Mapping[str, Any]
+
+    def optimizer(self, parameters: Sequence[Tensor]) -> Optimizer:
+        """The class on these parameters: its updates are what it subtracts from them.
+
+        Raises:
+            SettingError: the class does not take the arguments.
+        """
+        given = {**self.arguments, "lr": 1.0}
+        if "weight_decay" in inspect.signature(self.make).parameters:
+            given["weight_decay"] = 0.0
+        try:
+            return self.make(parameters, **given)
+        except (TypeError, ValueError) as error:
+            if not self.arguments:
+                raise _refusal(self, f"refuses a matrix of zeros: {error}") from None
+            takes = ", ".join(sorted(_arguments_of(self.make)))
+            raise SettingError(
+                "matrix_optimizer_args",
+                dict(self.arguments),
+                f"does not suit {self.name}: {error}",
+                f"it takes {takes}",
+            ) from None
+
+    @functools.cached_property
+    def trial(self) -> Trial:
+        """The class tried on small blocks.
+
+        Raises:
+            SettingError: its updates depend on weights, or it keeps state that no checkpoint has.
+        """
+        return Trial(self)
+
+    @functools.cache  # noqa: B019  # there are few
+    def operations(self, rows: int, cols: int) -> int:
+        """Operations of a step of a block, after its first: products and factorizations.
+
+        They are counted on a smaller block of the same proportions, and grow with the third power.
+        """
+        factor = max(1.0, max(rows, cols) / _COUNTED_SIDE)
+        shape = max(1, round(rows / factor)), max(1, round(cols / factor))
+        counter = FlopCounterMode(display=False, custom_mapping=_formulas())
+        with _alone():
+            block = _Block(self, torch.zeros(shape))
+            block.step(_gradient(shape, 0))
+            with counter:
+                block.step(_gradient(shape, 1))
+        return round(counter.get_total_flops() * factor**3)
+
+    @functools.cache  # noqa: B019  # there are few
+    def state_of(self, shape: tuple[int, int]) -> tuple[tuple[Leaf, ...], TreeSpec]:
+        """The values in the state of a block of `shape`, and their tree, by asking the class on meta.
+
+        Raises:
+            SettingError: it makes its state where a meta tensor cannot follow.
+        """
+        with _alone():
+            block = _Block(self, torch.zeros(shape, device="meta"))
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                # one that reads a number of the device ends here, after it has made its state
+                block.step(torch.zeros(shape, device="meta"))
+        leaves, tree = _leaves_of(block.state)
+        if [leaf.slot for leaf in leaves] != self.trial.slots:
+            reason = "does not make its state before it reads numbers of the device"
+            raise _refusal(self, reason)
+        return leaves, tree
+
+
+class _Block:
+    """One block of a class: its parameter and state."""
+
+    def __init__(self, candidate: Candidate, values: Tensor) -> None:
+        self.parameter = values
+        self.optimizer = candidate.optimizer([values])
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """As the class has it."""
+        return self.optimizer.state.get(self.parameter, {})
+
+    def step(self, gradient: Tensor) -> Tensor:
+        """The update for a gradient."""
+        before = self.parameter.clone()
+        self.parameter.grad = gradient
+        self.optimizer.step()
+        return before.sub_(self.parameter)
+
+
+class Trial:
+    """Two steps of a class on a small block, with and without weights.
+
+    Attributes:
+        slots: names of state.
+        is_random: the class draws from torch's random numbers.
+
+    Raises:
+        SettingError: updates depend on weights, or state is outside of `optimizer.state`.
+    """
+
+    def __init__(self, candidate: Candidate) -> None:
+        with _alone():
+            torch.manual_seed(0)
+            block = _Block(candidate, torch.zeros(_SHAPE))
+            settings = _settings(block.optimizer)
+            before = torch.get_rng_state()
+            updates = [block.step(_gradient(_SHAPE, step)) for step in range(2)]
+            self.is_random = not torch.equal(before, torch.get_rng_state())
+            if _settings(block.optimizer) != settings:
+                raise _refusal(
+                    candidate, "keeps state outside of optimizer.state, which no checkpoint has"
+                )
+            torch.manual_seed(0)
+            other = _Block(candidate, 1.0 + _gradient(_SHAPE, 2).abs())
+            moved = [other.step(_gradient(_SHAPE, step)) for step in range(2)]
+        if not all(map(_is_close, updates, moved)):
+            raise _refusal(
+                candidate, "reads weights: its update of them is not that of a matrix of zeros"
+            )
+        found, _ = _leaves_of(block.state)
+        self.slots = [leaf.slot for leaf in found]
+        for leaf in found:
+            if leaf.dtype in (float, complex, str) or leaf.dtype in (torch.float64, torch.complex64):
+                raise _refusal(candidate, f"keeps {leaf.slot} of {leaf.dtype}, which fp32 cannot have")
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    """Updates that differ by the rounding of weights alone."""
+    return bool((one - other).norm() <= 1e-4 * (1.0 + one.norm()))
+
+
+def _settings(optimizer: Optimizer) -> list[Any]:
+    """Numbers of an optimizer that are not state of a parameter."""
+    values = {**vars(optimizer), **optimizer.param_groups[0]}
+    return [value for value in values.values() if isinstance(value, (bool, int, float))]
+
+
+def _refusal(candidate: Candidate, reason: str) -> SettingError:
+    return SettingError(
+        "matrix_optimizer",
+        candidate.name,
+        reason,
+        "use soap, rekls, polargrad, mop, psgd_pro, or another whose update depends on gradients",
+    )
+
+
+def _gradient(shape: tuple[int, int], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _formulas() -> dict[Any, Any]:
+    """Operations of factorizations for torch's counter, from the shape of their input."""
+
+    def formula(factor: float) -> Any:
+        def operations(shape: Sequence[int], *_: Any, out_shape: Any = None, **__: Any) -> int:
+            m, n = shape[-2:]
+            return round(factor * max(m, n) * min(m, n) ** 2)
+
+        return operations
+
+    return {op: formula(factor) for op, factor in _LINALG.items()}
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Run small blocks without gradients, compilers, or traces in torch's random numbers."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), eager(), torch.device("cpu"):
+        yield
+
+
+@contextlib.contextmanager
+def eager() -> Iterator[None]:
+    """Run functions that are compiled with `torch.compile` as they are written."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextlib.contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Draw torch's random numbers from `seed`, and leave those of the program as they were."""
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield
+
+
+def _leaves_of(state: Mapping[str, Any]) -> tuple[tuple[Leaf, ...], TreeSpec]:
+    """The values in a block's state, in the order of torch's trees."""
+    values, tree = tree_flatten_with_path(dict(state))
+    found = []
+    for path, value in values:
+        slot = ".".join(part.strip("'\"") for part in keystr(path).strip("[]").split("]["))
+        if isinstance(value, Tensor):
+            on_host = value.ndim == 0 and value.device.type == "cpu"
+            found.append(Leaf(slot, tuple(value.shape), value.dtype, on_host))
+        else:
+            found.append(Leaf(slot, (), type(value), True))
+    return tuple(found), tree
+
+
+def find(given: str | type[Optimizer], arguments: Mapping[str, Any]) -> Candidate:
+    """The class of a name of emerging-optimizers, of `module:Class`, or as it is.
+
+    Raises:
+        SettingError: there is none, or this package has a method of its own for it.
+    """
+    names = _registered()
+    if isinstance(given, str) and ":" in given:
+        module, _, attribute = given.partition(":")
+        try:
+            made = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise SettingError(
+                "matrix_optimizer", given, f"cannot be imported: {error}", "give module:Class"
+            ) from None
+    else:
+        made = names.get(given.lower()) if isinstance(given, str) else given
+    is_class = isinstance(made, type) and issubclass(made, Optimizer)
+    if made is None or not is_class:
+        raise SettingError(
+            "matrix_optimizer",
+            given,
+            "is not an optimizer of emerging-optimizers, nor a class of torch.optim.Optimizer",
+            f"use one of {', '.join(sorted(set(names) - set(OWN)))}, or module:Class",
+        )
+    by_class = {each: name for name, each in names.items()}
+    name = by_class.get(made, made.__name__)
+    if name in OWN:
+        raise SettingError(
+            "matrix_optimizer", name, "has an implementation of its own here", "use Muon's settings"
+        )
+    return Candidate(name, made, dict(arguments))
+
+
+@functools.cache
+def _registered() -> dict[str, type[Optimizer]]:
+    """The optimizers of emerging-optimizers by name; it registers them as its modules are imported."""
+    for found in pkgutil.iter_modules(emerging_optimizers.__path__, "emerging_optimizers."):
+        if found.ispkg:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(found.name)
+    return {name: registry.get_optimizer_cls(name) for name in registry.get_optimizer_name_list()}
+
+
+def _arguments_of(made: type[Optimizer]) -> set[str]:
+    return set(inspect.signature(made).parameters) - {"params", "lr", "weight_decay"}

@@ -1,0 +1,216 @@
+"""Any optimizer of matrices, unmodified, as a method: SOAP and its relatives on shards.
+
+The owner of a block gives the class a parameter of zeros, learning rate 1 and no decay; what the
+class subtracts is the update. Gradients travel as they are; learning rate and decay are the
+holders'. Blocks keep their orientation, and fused projections are blocks of their own. A block
+without a finite gradient is left out of the class's step, so its state stays.
+
+Whether a block is left out, and numbers in its state, are known to the host: a stack waits for the
+device once, as factorizations do anyway.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, override
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_unflatten
+
+from megatron_muon.core.cost import TOGETHER
+from megatron_muon.core.methods.candidate import Candidate, Leaf, eager, seeded
+from megatron_muon.core.methods.method import BlockState, Method, Work
+from megatron_muon.core.probe import SILENT, Probe
+from megatron_muon.core.slices import BlockKind, BlockSlice
+from megatron_muon.core.teams import TeamGroup
+
+UPDATES = "updates"
+"""A slot for the number of a block's updates. At 0 the class has yet to make the block's state."""
+
+_HOST = torch.device("cpu")
+
+
+def shape_of(kind: BlockKind) -> tuple[int, int]:
+    """Rows and columns of a block as its matrix has it."""
+    return (kind.longer, kind.smaller) if kind.is_tall else (kind.smaller, kind.longer)
+
+
+class OwnerMethod(Method):
+    """Runs a class of optimizers on whole blocks.
+
+    Args:
+        candidate: the class with its arguments; it is tried here.
+        device: of stacks.
+        keeps_on_host: state is in host memory between steps.
+
+    Raises:
+        SettingError: the class cannot be used; see `candidate.Trial`.
+    """
+
+    takes_momentum: ClassVar[bool] = False
+    dtype = torch.float32
+
+    def __init__(
+        self,
+        candidate: Candidate,
+        device: torch.device = _HOST,
+        *,
+        keeps_on_host: bool = False,
+    ) -> None:
+        self.candidate = candidate
+        self.device = device
+        self._keeps_on_host = keeps_on_host
+        self._is_random = candidate.trial.is_random
+        self._optimizers: dict[tuple[int, int], Optimizer] = {}
+
+    @override
+    def cost(self, rows: int, cols: int, team: int = 1, steps: int = 0) -> int:
+        return self.candidate.operations(rows, cols)
+
+    @override
+    def kind(self, block: BlockSlice) -> BlockKind:
+        return block.kind(1.0)._replace(is_tall=block.is_tall)
+
+    @override
+    def together(self, kind: BlockKind) -> int:
+        if self._is_random:
+            return 1  # so that a block's random numbers do not depend on others
+        most = TOGETHER["cpu" if self.device.type == "cpu" else "cuda"]
+        return max(1, most // (kind.smaller * kind.longer))
+
+    @override
+    def work_bytes(self, kind: BlockKind, count: int, element_bytes: int) -> dict[str, int]:
+        size = 4 * min(count, self.together(kind)) * kind.smaller * kind.longer
+        return {"parameters": size, "gradients": size}
+
+    @override
+    def state_shapes(self, kind: BlockKind) -> Mapping[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {UPDATES: ()}
+        for leaf in self._leaves(kind):
+            shapes[leaf.slot] = leaf.shape
+        return shapes
+
+    @override
+    def state_device(self, slot: str, kind: BlockKind) -> torch.device:
+        on_host = {leaf.slot for leaf in self._leaves(kind) if leaf.on_host}
+        if self._keeps_on_host or slot == UPDATES or slot in on_host:
+            return _HOST
+        return self.device
+
+    def _leaves(self, kind: BlockKind) -> Sequence[Leaf]:
+        return self.candidate.state_of(shape_of(kind))[0]
+
+    @property
+    @override
+    def products(self) -> str:
+        return self.candidate.name
+
+    @override
+    def arithmetic(self) -> AbstractContextManager[None]:
+        if self.device.type == "cpu":
+            return eager()
+        if not self._is_random:
+            return nullcontext()
+        from torch._inductor import config
+
+        # compiled and eager code, which shapes choose between, draw the same numbers then
+        patch: AbstractContextManager[None] = config.patch(fallback_random=True)
+        return patch
+
+    @override
+    def run(
+        self,
+        stack: Tensor,
+        kind: BlockKind,
+        factors: Tensor,
+        work: Work,
+        *,
+        state: BlockState | None = None,
+        team: TeamGroup | None = None,
+        probe: Probe = SILENT,
+    ) -> None:
+        assert state is not None
+        assert team is None
+        shape = len(stack), *shape_of(kind)
+        blocks = stack.mT if kind.is_tall else stack
+        parameters = work.take("parameters", shape, torch.float32).zero_()
+        gradients = work.take("gradients", shape, torch.float32).copy_(blocks)
+        is_finite = (factors == factors).view(-1).tolist()
+        numbers = [number for number, is_updated in enumerate(is_finite) if is_updated]
+        if numbers:
+            self._step(parameters, gradients, numbers, kind, state)
+        updates = parameters.neg_()
+        sums = updates.sum(dim=(1, 2), keepdim=True)
+        blocks.copy_(updates)
+        is_lost = factors.isnan() | ~sums.isfinite()
+        stack.masked_fill_(is_lost, torch.nan)
+
+    def _step(
+        self,
+        parameters: Tensor,
+        gradients: Tensor,
+        numbers: Sequence[int],
+        kind: BlockKind,
+        state: BlockState,
+    ) -> None:
+        """A step of the class on the blocks `numbers` of a stack, which it subtracts updates from."""
+        members = []
+        optimizer = self._optimizer_of(kind)
+        optimizer.state.clear()
+        for number in numbers:
+            parameter = parameters[number]
+            parameter.grad = gradients[number]
+            members.append(parameter)
+            if state[UPDATES][number]:
+                optimizer.state[parameter] = self._read(kind, state, number)
+        optimizer.param_groups[0]["params"] = members
+        with self._random_numbers_of(state, numbers):
+            optimizer.step()
+        for number, parameter in zip(numbers, members, strict=True):
+            self._write(kind, state, number, optimizer.state[parameter])
+            state[UPDATES][number] += 1
+        optimizer.state.clear()
+        optimizer.param_groups[0]["params"] = []
+
+    def _optimizer_of(self, kind: BlockKind) -> Optimizer:
+        shape = shape_of(kind)
+        if shape not in self._optimizers:
+            parameter = torch.zeros(1, device=self.device)
+            self._optimizers[shape] = self.candidate.optimizer([parameter])
+        return self._optimizers[shape]
+
+    def _read(self, kind: BlockKind, state: BlockState, number: int) -> Any:
+        """The state of a block as the class has it; tensors are those of `state` if they can be."""
+        leaves, tree = self.candidate.state_of(shape_of(kind))
+        values: list[Any] = []
+        for leaf in leaves:
+            stored = state[leaf.slot][number]
+            if isinstance(leaf.dtype, type):
+                values.append(leaf.dtype(stored.item()))
+            else:
+                values.append(stored.to(_HOST if leaf.on_host else self.device, leaf.dtype))
+        return tree_unflatten(values, tree)
+
+    def _write(self, kind: BlockKind, state: BlockState, number: int, found: Any) -> None:
+        """Keep the state of a block after a step."""
+        for leaf, value in zip(self._leaves(kind), tree_leaves(dict(found)), strict=True):
+            stored = state[leaf.slot][number]
+            if not isinstance(value, Tensor):
+                stored.fill_(value)
+            elif value.data_ptr() != stored.data_ptr():
+                stored.copy_(value)
+
+    def _random_numbers_of(
+        self, state: BlockState, numbers: Sequence[int]
+    ) -> AbstractContextManager[None]:
+        """The random numbers of a block's next update, the same on any rank; for classes that draw."""
+        if not self._is_random:
+            return nullcontext()
+        (number,) = numbers
+        block = state.slots[number]
+        key = f"{block.matrix.name}/{block.block}/{int(state[UPDATES][number])}"
+        return seeded(zlib.crc32(key.encode()), self.device)
