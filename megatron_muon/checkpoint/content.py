@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from megatron_muon.checkpoint.dcp import Planner, Reader
+from megatron_muon.core.methods.method import UPDATES
 from megatron_muon.core.rows import MOMENTUM
 from megatron_muon.core.rules.second_moments import MOMENT2
 
@@ -109,7 +110,9 @@ def optimized(entries: Iterable[str]) -> set[str]:
 
 
 def optimizer_of(slots: frozenset[str]) -> str:
-    """The optimizer that keeps such slots."""
+    """The optimizer that keeps such slots; classes of matrices go by their slots."""
+    if UPDATES in slots:
+        return "+".join(sorted(slots))
     if MOMENTUM in slots:
         return "adaptive_muon" if MOMENT2 in slots else "muon"
     if "exp_avg_sq" in slots:

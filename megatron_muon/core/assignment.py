@@ -42,12 +42,19 @@ class TeamRules:
 
     `cost` is the work of each rank of a team on a block, from its rows, its columns, the size of
     the team and the matrix's steps; `nodes` the node of each rank, counted from 0, in one of which
-    a team lies; `size` that of every team: 1 forms none, 0 leaves it to the planner.
+    a team lies; `size` that of every team: 1 forms none, 0 leaves it to the planner. With
+    `state_bytes`, those of a block by rows and columns, owners are even in these, too, and a team
+    cuts no block.
     """
 
     cost: Callable[[int, int, int, int], float]
     nodes: Sequence[int]
     size: int = 0
+    state_bytes: Callable[[int, int], int] | None = None
+
+    def kept(self, block: Block) -> float:
+        """Bytes of the state of a block."""
+        return self.state_bytes(*block) if self.state_bytes else 0.0
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -89,11 +96,13 @@ class _Division(NamedTuple):
         cuts: `Team.cuts`.
         loads: work of each rank.
         elements: of the rank that has most.
+        kept: bytes of state of each rank.
     """
 
     cuts: Cuts | None
     loads: tuple[float, ...]
     elements: int
+    kept: tuple[float, ...]
 
     @property
     def heaviest(self) -> float:
@@ -154,10 +163,13 @@ def _options(rules: TeamRules, kind: _Kind) -> list[_Division]:
             None,
             (kind.cost,),
             sum(map(math.prod, kind.blocks)),
+            (sum(map(rules.kept, kind.blocks)),),
         )
     ]
     for size in rules.sizes[1:]:
-        for parts in (1, size, math.inf):
+        if rules.state_bytes and size > len(kind.blocks):
+            continue
+        for parts in (1,) if rules.state_bytes else (1, size, math.inf):
             found.append(_divide(rules, kind, size, parts))
         if rules.size:
             return found[-1:]
@@ -177,6 +189,7 @@ def _divide(
     whole = [rules.cost(*block, 1, kind.steps) for block in kind.blocks]
     loads = np.zeros(size)
     elements = np.zeros(size, dtype=np.int64)
+    kept = np.zeros(size)
     cuts = [(0, 1)] * len(whole)
     for number in sorted(range(len(whole)), key=lambda number: -whole[number]):
         block = kind.blocks[number]
@@ -186,11 +199,13 @@ def _divide(
         ranks = slice(first, first + count)
         loads[ranks] += rules.cost(*block, count, kind.steps)
         elements[ranks] += math.ceil(math.prod(block) / count)
+        kept[ranks] += rules.kept(block)
         cuts[number] = first, count
     return _Division(
         tuple(cuts),
         tuple(loads.tolist()),
         int(elements.max()),
+        tuple(kept.tolist()),
     )
 
 
@@ -287,10 +302,14 @@ class _Placement:
         is the classical longest-processing-time rule.
         """
         ranks = len(self._nodes)
-        work = [(each.heaviest, len(each.loads)) for each in divisions]
-        mean = sum(sum(each.loads) for each in divisions) / ranks
+        total = sum(sum(each.loads) for each in divisions)
+        state = sum(sum(each.kept) for each in divisions)
+        self._per_byte = total / state if state else 0.0
+        work = [(self._largest(each), len(each.loads)) for each in divisions]
+        mean = total / ranks
         fair = max(mean, max(work)[0])
         self._loads = np.zeros(ranks)
+        self._state = np.zeros(ranks)
         self._received = np.zeros(int(self._nodes.max()) + 1)
         far = np.zeros(ranks)
         near = 0
@@ -300,8 +319,9 @@ class _Placement:
             division = divisions[index]
             held = self._held[index]
             matrix = self._matrices[index]
-            owners = self._owners(division.loads, held, cap * fair)
+            owners = self._owners(division, held, cap * fair)
             self._loads[owners] += division.loads
+            self._state[owners] += np.array(division.kept) * self._per_byte
             node = self._nodes[owners[0]]
             missing = matrix.numel - held.by_node[node]
             if is_spread:
@@ -311,7 +331,7 @@ class _Placement:
             if len(owners) == 1:
                 near -= matrix.held_by(owners[0]).numel
             teams[index] = Team(tuple(owners), division.loads, division.cuts)
-        heaviest = float(self._loads.max())
+        heaviest = float(np.maximum(self._loads, self._state).max())
         # Loads within 3 % of the even share count as equal: below that, bytes decide, between nodes
         # first, on the rank that receives most: that link is the slowest.
         unevenness = max(heaviest / fair, 1.03) if fair else 0.0
@@ -322,20 +342,29 @@ class _Placement:
             heaviest,
         )
 
+    def _largest(self, division: _Division) -> float:
+        """The larger of work and state on the rank that has most of it, in the unit of work."""
+        return max(division.heaviest, max(division.kept) * self._per_byte)
+
     def _owners(
         self,
-        loads: Sequence[float],
+        division: _Division,
         held: _Held,
         cap: float,
     ) -> list[int]:
-        """The owners of a matrix, by the work of each."""
+        """The owners of a matrix, by the work and the state of each."""
+        loads = division.loads
+        state = np.array(division.kept) * self._per_byte
         is_team = len(loads) > 1
         places = self._places[len(loads)] if is_team else held.ranks[:, None]
-        after = (self._loads[places] + loads).max(axis=1)
-        least = after.min() if is_team else self._loads.min() + loads[0]
+        after = np.maximum(self._loads[places] + loads, self._state[places] + state).max(axis=1)
+        everywhere = self._loads
+        if self._per_byte:
+            everywhere = np.maximum(self._loads, self._state + (state[0] - loads[0]))
+        least = after.min() if is_team else everywhere.min() + loads[0]
         fits = after <= max(cap, least)
         if not fits.any():
-            return [int(self._loads.argmin())]
+            return [int(everywhere.argmin())]
         node = self._nodes[places[:, 0]]
         missing = (self._received - held.by_node)[node]
         missing = np.where(fits, missing, np.inf)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -237,7 +238,7 @@ def _team_rules(
     """The teams that may own a matrix."""
     size = 0 if options.team_size == AUTO else int(options.team_size)
     alone = [type(rule).__name__ for rule in rules if rule.normalize is not None]
-    if method.has_state or not method.serves_teams:
+    if not (method.serves_teams or method.has_state):
         alone.append(type(method).__name__)
     if alone and size > 1:
         raise SettingError(
@@ -246,4 +247,10 @@ def _team_rules(
             f"cannot be: {alone[0]} works on whole matrices, which no rank of a team has",
             "use 1",
         )
-    return TeamRules(method.cost, nodes_of(group), 1 if alone else size)
+    return team_rules(method, nodes_of(group), 1 if alone else size)
+
+
+def team_rules(method: Method, nodes: Sequence[int], size: int) -> TeamRules:
+    """The teams that a method allows: of whole blocks alone if it has state."""
+    state_bytes = functools.cache(method.state_bytes) if method.has_state else None
+    return TeamRules(functools.cache(method.cost), nodes, size, state_bytes)

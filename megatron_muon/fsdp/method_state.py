@@ -73,7 +73,11 @@ class MethodState:
     def numels(self, p: Tensor) -> dict[str, int]:
         """Elements of the state of a parameter, by slot name."""
         numbers = self._viewed[p].numbers  # of equal matrices
-        return {slot: numel * len(numbers) for slot, numel in self._numels[numbers[0]].items()}
+        totals: dict[str, int] = {}
+        for block in self._numels[numbers[0]]:
+            for slot, numel in block.items():
+                totals[slot] = totals.get(slot, 0) + numel * len(numbers)
+        return totals
 
     def save(self, *, empty: bool = False) -> dict[Tensor, dict[str, Tensor]]:
         """State of each parameter's matrices by slot name, sharded as in checkpoints.
@@ -136,16 +140,17 @@ class MethodState:
                 flat.placements,
             )
         for number in self._viewed[p].numbers:
+            sizes = [block[slot] for block in self._numels[number]]
             whole = torch.zeros(
-                self._numels[number][slot],
+                sum(sizes),
                 dtype=torch.float32,
                 device=self._device,
             )
+            owned = self._owned.get((slot, number), {})
             blocks = []
-            end = 0
-            for _, owned in sorted(self._owned.get((slot, number), {}).items()):
-                begin, end = end, end + owned.numel()
-                blocks.append((whole[begin:end].view(owned.shape), owned))
+            for block, part in enumerate(whole.split(sizes)):
+                if block in owned:
+                    blocks.append((part.view(owned[block].shape), owned[block]))
             low = max(first, 0)
             high = max(low, min(first + len(share), len(whole)))
             yield share[low - first : high - first], whole[low:high], whole, blocks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 from megatron.core.optimizer.emerging_optimizers import _kwargs_from_config
@@ -17,7 +18,7 @@ _OURS = ("lr", "weight_decay")
 
 
 def candidate_of(config: Any) -> Candidate:
-    """The class that `config.optimizer` names, with the arguments that it has upstream.
+    """The class that a config, or parsed flags, name as `optimizer`, with its arguments upstream.
 
     These are fields of the config, `soap_shampoo_beta` or `shampoo_beta`, Adam's betas, and
     `--matrix-optimizer-args`, which win.
@@ -27,6 +28,7 @@ def candidate_of(config: Any) -> Candidate:
     Raises:
         SettingError: there is no such class, or it lacks an argument.
     """
+    config = SimpleNamespace(**{**vars(OptimizerConfig()), **vars(config)})
     found = find(config.optimizer, {})
     takes = inspect.signature(found.make).parameters
     _refuse_unused(found.name, takes, config)

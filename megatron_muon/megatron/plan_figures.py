@@ -82,7 +82,8 @@ def state_bytes(plan: Plan) -> Ints:
     found = np.zeros(plan.layout.world_size, dtype=np.int64)
     for team, matrix in zip(plan.teams, plan.layout.matrices, strict=True):
         numels = plan.sizes.method.state_numels(matrix)
-        found[team.ranks[0]] += ROW_BYTES * numels.total()
+        for block in team.slices(0, matrix):
+            found[block.rank] += ROW_BYTES * sum(numels[block.block].values())
     return found
 
 

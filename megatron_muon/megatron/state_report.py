@@ -9,6 +9,7 @@ import torch
 
 from megatron_muon import cpu
 from megatron_muon.core.rows import MOMENTUM
+from megatron_muon.megatron.flags.refusals import is_class
 from megatron_muon.megatron.sharded_muon import ShardedMuon
 from megatron_muon.offload.store import DEVICE, HOST, PLACES, RecordStore
 from megatron_muon.ranks import numbers_of_all_ranks, say
@@ -25,6 +26,8 @@ def report_state(optimizer: Any, *, of_muon: bool = False) -> dict[str, int]:
     momentum, rest = "", "all of it"
     if of_muon:
         momentum, rest = stored.get("momentum", "momentum fp32"), "all else"
+        if is_class(optimizer.config.optimizer):
+            momentum = f"{optimizer.config.optimizer}, of matrices"
     # Every rank reports the same kinds in the same order.
     names = [momentum, *stored.values(), rest] if of_muon else [rest]
     kinds = {name: Counter[str]() for name in names}
@@ -35,7 +38,9 @@ def report_state(optimizer: Any, *, of_muon: bool = False) -> dict[str, int]:
         if inner is None:  # this rank has no parameters of it
             continue
         if of_muon and isinstance(inner, ShardedMuon):
-            kinds[rest][DEVICE] += inner.part.method_state.nbytes
+            method = inner.part.waves.method
+            kind = rest if method.takes_momentum else momentum
+            kinds[kind][HOST if method.keeps_on_host else DEVICE] += inner.part.method_state.nbytes
         for slots in inner.state.values():
             for slot, value in slots.items():
                 if isinstance(value, torch.Tensor):

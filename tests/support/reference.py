@@ -8,11 +8,14 @@ megatron_muon or of Megatron is used.
 
 from __future__ import annotations
 
+import ast
 import itertools
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from emerging_optimizers import psgd, registry, soap  # registers their classes
 from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon, Muon, MuonHyperball
 from emerging_optimizers.scalar_optimizers import Lion
 
@@ -217,6 +220,60 @@ class CautiousAdaptiveMuon(_Cautious, SplitAdaptiveMuon):
     """With cautious decay."""
 
 
+_ARGUMENTS = {
+    "soap": {"betas": (0.9, 0.999), "use_kl_shampoo": True},
+    "rekls": {"betas": (0.9, 0.999)},
+}
+"""Arguments that megatron-core's own factory gives, from the defaults of its config."""
+
+
+class OfBlocks:
+    """A class of emerging-optimizers on matrices whose blocks of rows are parameters of their own.
+
+    One that draws random numbers draws for each block and step from a seed of the block's name.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arguments: dict[str, Any],
+        lr: float,
+        weight_decay: float,
+        *,
+        cautious: bool,
+    ) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"lr": lr}]
+        self.state: dict[torch.Tensor, dict[str, Any]] = {}
+        self._steps = 0
+        kind = registry.get_optimizer_cls(name)
+        self._cautious = weight_decay if cautious else 0.0
+        decay = {"weight_decay": 0.0 if cautious else weight_decay}
+        decay["weight_decay_method"] = "decoupled"
+        self._make = lambda block: kind([block], lr=lr, **decay, **arguments)
+        self._blocks: list[tuple[str, torch.Tensor, Any, torch.nn.Parameter, Any]] = []
+
+    def add(self, label: str, weight: torch.Tensor, blocks: Sequence[Any]) -> None:
+        """Take a matrix with the rows of its blocks."""
+        for number, rows in enumerate(blocks):
+            block = torch.nn.Parameter(weight.detach()[rows].clone())
+            self._blocks.append((f"{label}/{number}", weight, rows, block, self._make(block)))
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One update of every block."""
+        for label, weight, rows, block, optimizer in self._blocks:
+            block.grad = weight.grad[rows].clone()  # type: ignore[index]
+            optimizer.param_groups[0]["lr"] = self.param_groups[0]["lr"]
+            with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+                torch.manual_seed(zlib.crc32(f"{label}/{self._steps}".encode()))
+                optimizer.step()
+            before = weight[rows]
+            shrinks = (before - block) * before >= 0.0
+            block -= self._cautious * self.param_groups[0]["lr"] * shrinks * before
+            weight[rows] = block
+        self._steps += 1
+
+
 class Reference:
     """The whole model's parameters and their optimizers. Experts of a stack are parameters of their
     own.
@@ -250,7 +307,10 @@ class Reference:
                 else:
                     decay = settings["weight_decay"] if weight.ndim > 1 else 0.0
                     rest.append({"params": [weight], "weight_decay": decay})
-        self.optimizers = [self._muon(several, ns_steps) for ns_steps, several in matrices.items()]
+        if settings["optimizer"] in ("muon", "adaptive_muon"):
+            self.optimizers = [self._muon(some, ns_steps) for ns_steps, some in matrices.items()]
+        else:
+            self.optimizers = [self._of_blocks(itertools.chain(*matrices.values()))]
         if rest:
             self.optimizers.append(self._scalar(rest))
 
@@ -265,7 +325,7 @@ class Reference:
                 weight.grad = part
         for optimizer in self.optimizers:
             highest, lowest = settings["lr"], settings["min_lr"]
-            if isinstance(optimizer, Muon | AdaptiveMuon):
+            if isinstance(optimizer, Muon | AdaptiveMuon | OfBlocks):
                 highest = highest if settings["muon_lr"] is None else settings["muon_lr"]
                 lowest = lowest if settings["muon_min_lr"] is None else settings["muon_min_lr"]
             for group in optimizer.param_groups:
@@ -311,6 +371,29 @@ class Reference:
     def _joined(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         whole = torch.stack(list(parts)) if len(self.shapes[name]) == 3 else parts[0]
         return whole.detach().clone()
+
+    def _of_blocks(self, matrices: Iterator[torch.nn.Parameter]) -> OfBlocks:
+        settings = self.case.settings
+        optimizer = OfBlocks(
+            settings["optimizer"],
+            _ARGUMENTS.get(settings["optimizer"], {})
+            | {
+                name: ast.literal_eval(value)
+                for name, value in (
+                    pair.split("=") for pair in settings.get("matrix_optimizer_args", ())
+                )
+            },
+            settings["lr"],
+            settings["weight_decay"],
+            cautious=settings.get("muon_cautious_weight_decay", False),
+        )
+        labels = {}
+        for name, parts in self.weights.items():
+            for number, part in enumerate(parts):
+                labels[part] = name if len(parts) == 1 else f"{name}[{number}]"
+        for weight in matrices:
+            optimizer.add(labels[weight], weight, weight.row_blocks)  # type: ignore[attr-defined]
+        return optimizer
 
     def _muon(
         self,

@@ -50,7 +50,7 @@ class Leaf:
     """One value in a block's state.
 
     Attributes:
-        slot: its name, as `exp_avg`, or `Q.0` for the first of a list.
+        slot: its name, as `exp_avg`, or `Q_0` for the first of a list.
         shape: of the tensor; empty for a number.
         dtype: of the tensor, or the type of the number.
         on_host: it is a number, or a tensor that the class keeps in host memory.
@@ -109,7 +109,7 @@ class Candidate:
 
     @functools.cache  # noqa: B019  # there are few
     def operations(self, rows: int, cols: int) -> int:
-        """Operations of a step of a block, after its first: products and factorizations.
+        """Operations of a step of a block, after its first: products and factorizations, or elements.
 
         They are counted on a smaller block of the same proportions, and grow with the third power.
         """
@@ -121,7 +121,7 @@ class Candidate:
             block.step(_gradient(shape, 0))
             with counter:
                 block.step(_gradient(shape, 1))
-        return round(counter.get_total_flops() * factor**3)
+        return max(rows * cols, round(counter.get_total_flops() * factor**3))
 
     @functools.cache  # noqa: B019  # there are few
     def state_of(self, shape: tuple[int, int]) -> tuple[tuple[Leaf, ...], TreeSpec]:
@@ -264,7 +264,7 @@ def _leaves_of(state: Mapping[str, Any]) -> tuple[tuple[Leaf, ...], TreeSpec]:
     values, tree = tree_flatten_with_path(dict(state))
     found = []
     for path, value in values:
-        slot = ".".join(part.strip("'\"") for part in keystr(path).strip("[]").split("]["))
+        slot = "_".join(part.strip("'\"") for part in keystr(path).strip("[]").split("]["))
         if isinstance(value, Tensor):
             on_host = value.ndim == 0 and value.device.type == "cpu"
             found.append(Leaf(slot, tuple(value.shape), value.dtype, on_host))

@@ -6,7 +6,6 @@ import functools
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
@@ -18,6 +17,10 @@ from megatron_muon.core.layout import Matrix
 from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.slices import BlockKind, BlockSlice, Team
 from megatron_muon.core.teams import TeamGroup
+
+
+UPDATES = "update_count"
+"""`OwnerMethod`'s slot for the number of a block's updates. At 0 the class has yet to make its state."""
 
 
 class Work:
@@ -93,6 +96,7 @@ class Method(ABC):
     """Turns a stack of whole blocks into their updates.
 
     Attributes:
+        keeps_on_host: True if state is in host memory between steps.
         takes_momentum: True if `run` gets momentum, which holders keep; else gradients.
         serves_teams: True if several ranks may share a block.
         leaves_updates_in: the name of the buffer in which `run` may leave updates.
@@ -105,6 +109,7 @@ class Method(ABC):
     serves_teams: ClassVar[bool] = False
     leaves_updates_in: ClassVar[str] = ""
     takes_levelled: ClassVar[bool] = False
+    keeps_on_host = False
     dtype: torch.dtype
     device: torch.device = torch.device("cpu")
 
@@ -153,7 +158,7 @@ class Method(ABC):
     def state_shapes(self, kind: BlockKind) -> Mapping[str, tuple[int, ...]]:
         """Shapes of a block's fp32 state by slot name; none by default.
 
-        A method with state serves no teams. State is zero at first, and part of checkpoints.
+        No rank of a team that cuts a block can have it. State is zero at first, and part of checkpoints.
         """
         return {}
 
@@ -179,15 +184,18 @@ class Method(ABC):
         """Where a slot is kept; with the stacks by default."""
         return self.device
 
-    def state_numels(self, matrix: Matrix) -> Counter[str]:
-        """Elements of the state of a matrix by slot name."""
-        found = Counter[str]()
-        if not self.has_state:
-            return found
+    def state_numels(self, matrix: Matrix) -> list[dict[str, int]]:
+        """Elements of the state of each block of a matrix by slot name."""
+        found = []
         for block in Team((0,), (0.0,)).slices(0, matrix):
-            for slot, shape in self.state_shapes(self.kind(block)).items():
-                found[slot] += math.prod(shape)
+            shapes = self.state_shapes(self.kind(block)) if self.has_state else {}
+            found.append({slot: math.prod(shape) for slot, shape in shapes.items()})
         return found
+
+    def state_bytes(self, rows: int, cols: int) -> int:
+        """Bytes of the state of a block of `(rows, cols)`."""
+        matrix = Matrix("", (rows, cols))
+        return 4 * sum(sum(block.values()) for block in self.state_numels(matrix))
 
     def arithmetic(self) -> AbstractContextManager[None]:
         """Around the `run`s of a step: sets how the device forms products; nothing by default."""

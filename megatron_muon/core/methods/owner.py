@@ -23,13 +23,10 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from megatron_muon.core.cost import TOGETHER
 from megatron_muon.core.methods.candidate import Candidate, Leaf, eager, seeded
-from megatron_muon.core.methods.method import BlockState, Method, Work
+from megatron_muon.core.methods.method import UPDATES, BlockState, Method, Work
 from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.slices import BlockKind, BlockSlice
 from megatron_muon.core.teams import TeamGroup
-
-UPDATES = "updates"
-"""A slot for the number of a block's updates. At 0 the class has yet to make the block's state."""
 
 _HOST = torch.device("cpu")
 
@@ -63,7 +60,7 @@ class OwnerMethod(Method):
     ) -> None:
         self.candidate = candidate
         self.device = device
-        self._keeps_on_host = keeps_on_host
+        self.keeps_on_host = keeps_on_host
         self._is_random = candidate.trial.is_random
         self._optimizers: dict[tuple[int, int], Optimizer] = {}
 
@@ -97,7 +94,7 @@ class OwnerMethod(Method):
     @override
     def state_device(self, slot: str, kind: BlockKind) -> torch.device:
         on_host = {leaf.slot for leaf in self._leaves(kind) if leaf.on_host}
-        if self._keeps_on_host or slot == UPDATES or slot in on_host:
+        if self.keeps_on_host or slot == UPDATES or slot in on_host:
             return _HOST
         return self.device
 

@@ -25,6 +25,7 @@ from megatron_muon.megatron.flags.refusals import (
     CheckedRun,
     check,
     has_transformer_engine,
+    is_class,
     settle_matrix_optimizer,
 )
 from megatron_muon.ranges import check_numbers, is_number
@@ -158,6 +159,10 @@ def check_settings(
     """
     check_numbers(args)
     check(CheckedRun(args, on_cpu=device == "cpu"), is_training=True)
+    if args.use_megatron_fsdp and is_class(args.optimizer):
+        from megatron_muon.megatron.matrix_optimizer import candidate_of
+
+        _ = candidate_of(args).trial
     if check_data:
         require_data(args)
     if args.load and writes:

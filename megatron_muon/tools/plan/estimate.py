@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import yaml
 
-from megatron_muon.core.assignment import TeamRules
 from megatron_muon.core.buffers import Sizes
-from megatron_muon.core.build import sizes_of
+from megatron_muon.core.build import sizes_of, team_rules
 from megatron_muon.core.cost import AUTO, DENSE, HALVES, KERNEL, Iteration
 from megatron_muon.core.engine import run
 from megatron_muon.core.layout import Ints, Layout
+from megatron_muon.core.methods.method import Method
 from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.core.plan import Plan, make_plan
 from megatron_muon.core.rules.rule import Rule
@@ -72,18 +72,26 @@ class Hardware:
         """Ranks that the fast link joins."""
         return max(self.node_ranks, self.rack_ranks)
 
-    def tflops(self, *, half: bool) -> float:
-        """The rate of products in bf16 where `half`, else in fp32."""
-        return self.bf16_tflops if half else self.fp32_tflops
+    def tflops(self, method: Method) -> float:
+        """The rate of a method's products: in bf16, fp32, or TF32, half of bf16's, for other classes.
+
+        Their factorizations count at this rate too, which no GPU has been measured to reach.
+        """
+        if method.dtype.itemsize < 4:
+            return self.bf16_tflops
+        if isinstance(method, NewtonSchulz) or self.processor:
+            return self.fp32_tflops
+        return self.bf16_tflops / 2
 
     def iterate(self, iteration: Iteration) -> Iteration:
         """The iteration with symmetric products as the machine forms them."""
         of_gpu = KERNEL if self.symmetric_kernel and iteration.half else DENSE
         return replace(iteration, products=HALVES if self.processor else of_gpu)
 
-    def sizes(self, method: NewtonSchulz, wire: str, rules: Sequence[type[Rule]] = ()) -> Sizes:
+    def sizes(self, method: Method, wire: str, rules: Sequence[type[Rule]] = ()) -> Sizes:
         """Sizes of waves on the machine."""
-        method.iteration = self.iterate(method.iteration)
+        if isinstance(method, NewtonSchulz):
+            method.iteration = self.iterate(method.iteration)
         return sizes_of(method, wire, rules, processor=self.processor)
 
 
@@ -222,12 +230,12 @@ def plan_group(
     members = group.members(rank)
     costs = [method.flops(matrix) for matrix in layout.matrices]
     size = 0 if settings.team_size == AUTO else int(settings.team_size)
-    rules = TeamRules(functools.cache(method.cost), node_pattern(members, hardware), size)
+    rules = team_rules(method, node_pattern(members, hardware), size)
     limit = None if settings.buffer_mb is None else int(settings.buffer_mb * 2**20)
     plan = make_plan(
         layout, costs, buffer_bytes=limit, sizes=settings.sizes, rules=rules.possible()
     )
-    rate = hardware.tflops(half=method.dtype.itemsize < 4) * 1e12
+    rate = hardware.tflops(method) * 1e12
 
     nodes = np.asarray(members) // hardware.joined_ranks
     seconds_of = functools.partial(

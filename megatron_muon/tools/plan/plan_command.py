@@ -12,12 +12,13 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_muon.core.methods.method import Method
 from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.core.rules import RULES
 from megatron_muon.errors import UserError, quiet_imports, reason_of
 from megatron_muon.megatron import plan_figures
 from megatron_muon.megatron.flags.refusals import needs_whole_updates
-from megatron_muon.settings import iteration_of
+from megatron_muon.settings import word_as_flags
 from megatron_muon.tools.parser import CommandParser, positive, write_json
 from megatron_muon.tools.plan.estimate import (
     HARDWARE,
@@ -154,14 +155,12 @@ def read_config(
 
 def settings_of(config: Any, hardware: Hardware) -> PlanSettings:
     """The settings of a `MuonOptimizerConfig` that `check_supported` has accepted, on a machine."""
+    from megatron_muon.megatron.builder import method_of
+
     is_adaptive = config.optimizer == "adaptive_muon"
     moment2 = config.adaptive_muon_moment2_method if is_adaptive else None
-    method = NewtonSchulz(
-        iteration_of(config),
-        scale_mode=config.muon_scale_mode,
-        extra_scale_factor=config.muon_extra_scale_factor,
-        scaled=not is_adaptive,
-    )
+    with word_as_flags():
+        method = method_of(config)
     names = [] if moment2 is None else [moment2]
     if config.muon_cautious_weight_decay:
         names.append("cautious")
@@ -171,8 +170,10 @@ def settings_of(config: Any, hardware: Hardware) -> PlanSettings:
     kept = 1.0  # share of momentum on the device
     if config.muon_offload != "none":
         kept -= config.muon_offload_fraction
-    sizes = replace(sizes, apart=kept < 1 and not hardware.processor)
-    momentum = STORED_BYTES[config.muon_momentum_dtype] * kept
+    sizes = replace(
+        sizes, apart=method.takes_momentum and kept < 1 and not hardware.processor
+    )
+    momentum = STORED_BYTES[config.muon_momentum_dtype] * kept * method.takes_momentum
     if moment2 == "adamuon":
         momentum += 4
     adam = 8.0 * kept if config.muon_offload_state == "all" else 8.0
@@ -214,9 +215,6 @@ def figures_of(
 ) -> Figures:
     """The figures of rank 0's groups, and of all of them together."""
     groups = [_group_figures(item, settings) for item in plans]
-    method = settings.sizes.method
-    assert isinstance(method, NewtonSchulz)
-    iteration = method.iteration
     figures: Figures = {
         "digest": "-".join(item.digest for item in plans),
         "world_size": world_size,
@@ -226,9 +224,7 @@ def figures_of(
             "buffer_mb": settings.buffer_mb,
             "exchange_dtype": "bf16" if settings.sizes.dtype.itemsize == 2 else "fp32",
             "team_size": settings.team_size,
-            "ns": iteration.method,
-            "ns_dtype": "bf16" if iteration.half else "fp32",
-            "ns_steps": iteration.steps,
+            **_method_settings(settings.sizes.method),
         },
     }
     for name in _SUMS:
@@ -238,15 +234,36 @@ def figures_of(
     for name in ("extra_bytes", "buffer_bytes"):
         figures[name] = max(group[name] for group in groups)
     loads = [plan_figures.loads_of(item.plan) for item in plans]
-    mean = sum(sum(each) / len(each) for each in loads)
-    figures["max_over_mean"] = sum(map(max, loads)) / mean if mean else 1.0
+    figures["max_over_mean"] = _imbalance(loads)
+    states = [plan_figures.state_bytes(item.plan).tolist() for item in plans]
+    if any(map(any, states)):
+        figures["state_max_over_mean"] = _imbalance(states)
     figures["groups"] = groups
     return figures
 
 
+def _imbalance(of_groups: Sequence[Sequence[float]]) -> float:
+    """Largest over mean of what ranks have, of groups that step one by one."""
+    mean = sum(sum(each) / len(each) for each in of_groups)
+    return sum(map(max, of_groups)) / mean if mean else 1.0
+
+
+def _method_settings(method: Method) -> Figures:
+    if not isinstance(method, NewtonSchulz):
+        return {"optimizer": method.products}
+    iteration = method.iteration
+    return {
+        "ns": iteration.method,
+        "ns_dtype": "bf16" if iteration.half else "fp32",
+        "ns_steps": iteration.steps,
+    }
+
+
 def _group_figures(item: GroupPlan, settings: PlanSettings) -> Figures:
     layout = item.plan.layout
-    state_bytes = settings.momentum_bytes * item.held + plan_figures.state_bytes(item.plan)
+    state_bytes = settings.momentum_bytes * item.held
+    if not settings.sizes.method.keeps_on_host:
+        state_bytes = state_bytes + plan_figures.state_bytes(item.plan)
     return {
         "name": item.name,
         "ranks": layout.world_size,
@@ -261,11 +278,18 @@ def _group_figures(item: GroupPlan, settings: PlanSettings) -> Figures:
 def show(figures: Figures, source: str) -> None:
     """Print the page."""
     print(f"Plan of {source} at {figures['world_size']:,} ranks, {figures['hardware']}")
+    optimizer = figures["settings"].get("optimizer", "Muon")
     for label, name in _BYTES.items():
+        if optimizer != "Muon":
+            label = label.replace("momentum", "state of matrices")
         print(f"{label:<32}{figures[name] / 2**20:>12,.1f} MiB")
     for label, name in _TIMES.items():
+        if optimizer != "Muon":
+            label = label.replace("Newton-Schulz", "products, factors").replace("Muon", optimizer)
         print(f"{label:<32}{figures[name]:>12,.1f} ms")
     print(f"{'load of owners, max / mean':<32}{figures['max_over_mean']:>13.2f}")
+    if "state_max_over_mean" in figures:
+        print(f"{'state of owners, max / mean':<32}{figures['state_max_over_mean']:>13.2f}")
     for group in figures["groups"]:
         print(
             f"{group['name']}: {group['matrices']:,} matrices, {group['travelling']:,} exchanged;"
