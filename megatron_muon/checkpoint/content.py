@@ -132,7 +132,7 @@ def compare(
     replaced, absent = set[str](), set[str]()
     slots = optimizer_slots(entries)
     for parameter, state in wanted.items():
-        held = slots.get(parameter, frozenset())
+        held = _held(parameter, slots)
         before, now = optimizer_of(held), optimizer_of(frozenset(state))
         names = {f"{parameter}.{slot}" for slot in state}
         if state.keys() <= held and (before, now) != ("adam", "lion"):
@@ -143,6 +143,14 @@ def compare(
         else:
             absent |= names
     return replaced, absent
+
+
+def _held(parameter: str, slots: Mapping[str, frozenset[str]]) -> frozenset[str]:
+    """Slots of a parameter; of its half or its whole, as another optimizer's state may have it."""
+    names = (parameter, parameter + _HALVES[0], parameter[:-2])
+    if not parameter.endswith(_HALVES):
+        names = names[:2]
+    return next((slots[name] for name in names if name in slots), frozenset())
 
 
 def laid_out_by_rank(wanted: Mapping[str, Mapping[str, Any]]) -> set[str]:

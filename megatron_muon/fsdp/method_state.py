@@ -86,10 +86,8 @@ class MethodState:
         """
         state: dict[Tensor, dict[str, Tensor]] = {}
         for p in self._viewed:
-            state[p] = {}
-            for slot, numel in self.numels(p).items():
-                flat = self._zeros(p, numel)
-                state[p][slot] = flat
+            state[p] = self.zeros_of(p)
+            for slot, flat in state[p].items():
                 if empty:
                     continue
                 for saved, loaded, whole, blocks in self._matrices(p, slot, flat):
@@ -99,6 +97,10 @@ class MethodState:
                         self._add_up(whole)
                     saved.copy_(loaded)
         return state
+
+    def zeros_of(self, p: Tensor) -> dict[str, Tensor]:
+        """State of a parameter's matrices before the first step, sharded as in checkpoints."""
+        return {slot: self._zeros(p, numel) for slot, numel in self.numels(p).items()}
 
     def load(self, p: Tensor, saved: Mapping[str, Tensor]) -> None:
         """Take a parameter's state that `save` has returned, here or on other ranks. Collective."""

@@ -158,7 +158,7 @@ class Muon(MuonState):
         metrics_interval: int = MuonSettings.muon_metrics_interval,
     ) -> None:
         given = dict(locals())
-        for name in ("self", "params", "__class__"):
+        for name in ("self", "params"):
             del given[name]
         self._set_up(params, given)
 

@@ -351,6 +351,13 @@ class Part:
         for p, slots in self.state.items():
             slots |= dict.fromkeys(self.kept_slots(p), torch.empty(0))
 
+    def zeros_of(self, p: Tensor) -> dict[str, Tensor]:
+        """State of a parameter before its first step, as a checkpoint has it."""
+        zeros = {slot: torch.zeros_like(tensor) for slot, tensor in self.state[p].items()}
+        if self.store is not None:
+            zeros[MOMENTUM] = torch.zeros_like(p.detach(), dtype=torch.float32)
+        return zeros | self.method_state.zeros_of(p)
+
     def load(self, saved: State, steps: int) -> None:
         """Take state, momentum as `momentum_state` gives it; `steps` are of a rounding store.
 

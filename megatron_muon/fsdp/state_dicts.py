@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, override
 
@@ -110,8 +111,8 @@ class MuonState(torch.optim.Optimizer):
         """As any optimizer's, except that momentum stays fp32 whatever the parameters are.
 
         A parameter that was frozen after construction keeps its state; missing state of AdamW
-        starts at zero. Raises a UserError, with nothing loaded, if state of a matrix is missing or
-        of another shape.
+        starts at zero, and so, with a warning, do matrices whose state is another optimizer's. Raises
+        a UserError, with nothing loaded, if state of a matrix is missing or of another shape.
         """
         self._require_open()
         self._follow_replaced()
@@ -124,6 +125,11 @@ class MuonState(torch.optim.Optimizer):
         for group in self.param_groups:
             if "betas" in group:  # torch's full state dicts have a list
                 group["betas"] = tuple(group["betas"])
+            if group[OPTIMIZER] not in (self.matrix_optimizer, ADAMW):
+                group[OPTIMIZER] = self.matrix_optimizer
+                group.pop("momentum", None)
+                for name, value in self.defaults.items():
+                    group.setdefault(name, value)
         steps = max(group.get(STEPS, 0) for group in self.param_groups)
         for part in self.parts:
             part.load({p: saved[p] for p in part.viewed}, steps)
@@ -147,10 +153,21 @@ class MuonState(torch.optim.Optimizer):
         keys = dict(zip(ours, theirs, strict=False))  # torch refuses other groups
         others = dict(state_dict["state"])
         saved: State = {}
+        found = {group[OPTIMIZER] for group in state_dict["param_groups"]} - {ADAMW}
+        is_other = found != {self.matrix_optimizer}
+        if is_other:
+            warnings.warn(
+                f"matrices start afresh with {self.matrix_optimizer}: the state to load is of"
+                f" {', '.join(sorted(found))}",
+                stacklevel=3,
+            )
         for part in self.parts:
             for p, own in part.state.items():
                 name = self.selection.choices[p].name
                 slots = others.pop(keys.get(p), {})
+                if is_other:
+                    saved[p] = part.zeros_of(p)
+                    continue
                 saved[p] = slots
                 if not p.requires_grad and not slots:
                     continue

@@ -164,7 +164,8 @@ def _groups(
     mp.tag_for_muon(model_chunks, exclude=config.muon_exclude, steps_for=steps_for(config))
     width = getattr(model_chunks[0].config, "mup_width_mult", 1.0)
     groups = _get_param_groups(model_chunks, config, _overrides(config, config_overrides, width))
-    return groups, mp.parameter_names(model_chunks)
+    names = mp.parameter_names(model_chunks)
+    return groups, mp.with_all_experts(names, model_chunks[0].config)
 
 
 def _report(

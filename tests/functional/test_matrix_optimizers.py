@@ -28,11 +28,21 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from megatron_muon import Sharded
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.plan_figures import state_bytes
+from tests.functional.test_checkpoints import (
+    DIVISIBLE,
+    SWIGLU,
+    differences,
+    saved,
+    strategy,
+    warnings,
+)
+from tests.support import cli
 from tests.support.case import STRATEGIES, Case
 from tests.support.cases import BLOCKS_OVER_LAYOUTS, GATED, HSDP, MOE, OVER_TP, TP, but
 from tests.support.parity import Seen, run
 from tests.support.pool import Pool
 from tests.support.reference import Reference
+from tests.support.training import Trainings
 from tests.support.wide import wide_but
 
 STEPS = 10
@@ -310,6 +320,8 @@ NAMES = ("soap", "rekls", "polargrad", "mop", "psgd_pro")
 def of(name: str, case: Case, *arguments: str) -> Case:
     """A case with a class."""
     given = but(case, optimizer=name, **FOR_CLASSES)
+    if name == "psgd_pro":  # its updates of these gradients are a fortieth of SOAP's
+        given = but(given, muon_lr=1.0, muon_min_lr=0.1)
     return but(given, matrix_optimizer_args=list(arguments)) if arguments else given
 
 
@@ -402,3 +414,114 @@ def test_what_cannot_be_sharded_is_refused_by_name(
 ) -> None:
     for error in ranks(2, refused, kind=kind, settings=settings):
         assert words in error
+
+
+# ----------------------------------------------------------------------------------------------
+# checkpoints of Megatron
+
+ITERATIONS = cli.words("--train-iters 4 --save-interval 2")
+SIZES = (*DIVISIBLE, "--make-vocab-size-divisible-by", "132")
+NAMED: dict[str, tuple[str, ...]] = {
+    "soap": ("--optimizer", "soap"),
+    "psgd_pro": ("--matrix-optimizer", "psgd_pro"),
+    "mop": ("--matrix-optimizer", "mop"),
+}
+UNDER = (*cli.words("--use-megatron-fsdp --data-parallel-sharding-strategy"),)
+OTHERS: tuple[tuple[int, tuple[str, ...]], ...] = (
+    (3, (*UNDER, "optim")),
+    (1, (*UNDER, "no_shard")),
+    (4, (*UNDER, *cli.words("optim_grads --tensor-model-parallel-size 2"))),
+    (
+        4,
+        (*UNDER, *cli.words("optim_grads_params --num-distributed-optimizer-instances 2")),
+    ),
+)
+WITH_EXPERTS = cli.words("--num-experts 4 --moe-router-topk 2")
+OTHERS_WITH_EXPERTS = (
+    (4, (*UNDER, *cli.words("optim_grads_params --expert-model-parallel-size 4"))),
+    (2, (*UNDER, *cli.words("optim_grads_params --expert-model-parallel-size 1"))),
+)
+
+
+@pytest.fixture
+def training(ranks: Pool, corpus: tuple[str, ...], tmp_path: Path) -> Trainings:
+    return Trainings(ranks, tmp_path, (*cli.TINY, *corpus, *ITERATIONS, *SIZES, *SWIGLU), batch=12)
+
+
+@pytest.mark.parametrize("name", wide_but(["soap"], list(NAMED)))
+@pytest.mark.parametrize("has_experts", wide_but([False], [False, True]))
+def test_megatrons_checkpoints_hold_the_state_for_any_layout(
+    training: Trainings, name: str, has_experts: bool
+) -> None:
+    named = (*NAMED[name], *(WITH_EXPERTS if has_experts else ()))
+    parallel = cli.words("--expert-model-parallel-size 2") if has_experts else ()
+    here = (*named, *UNDER, "optim_grads_params", *parallel)
+
+    def go(*flags: str, ranks: int = 2) -> None:
+        assert warnings(training(*flags, ranks=ranks).checked()) == []
+
+    go(*here, "--save", "whole")
+    go(*here, *cli.words("--load whole --ckpt-step 2 --save resumed"))
+    expected = saved(training, "whole", 4)
+    assert differences(saved(training, "resumed", 4), expected) == []
+    counts = [value for entry, value in expected.items() if entry.endswith("update_count")]
+    assert len(counts) >= 3 * 4
+    assert all((count == 4).all() for count in counts)
+    for number, (size, others) in enumerate(OTHERS_WITH_EXPERTS if has_experts else OTHERS):
+        # The last iteration is done: the run saves again and ends.
+        copied = f"copied-{number}"
+        moved = cli.words(f"--load whole --save {copied} --save-interval 3")
+        go(*named, *others, *moved, ranks=size)
+        found = saved(training, copied, 4)
+        of_peers = [entry for entry in found if entry.startswith("rng_state.")]
+        apart = differences(found, expected)
+        assert [entry for entry in apart if entry not in of_peers] == [], (size, others)
+
+
+def test_from_muon_to_soap_and_back_weights_and_adam_go_on(training: Trainings) -> None:
+    """The rest starts afresh, with a line."""
+    soap_flags = (*NAMED["soap"], *UNDER, "optim_grads_params")
+    muon = (*cli.MUON, *strategy("optim_grads_params"))
+    training(*muon, "--save", "muon").checked()
+    longer = "--override-opt-param-scheduler --train-iters"
+    run = training(*soap_flags, *cli.words(f"--load muon --save soap {longer} 6"))
+    (line,) = warnings(run.checked())
+    assert "start at zero, because another optimizer or layout wrote this checkpoint" in line
+    entries = saved(training, "soap", 6)
+    steps = {float(value.max()) for entry, value in entries.items() if entry.endswith(".step")}
+    assert 6.0 in steps, "Adam's count goes on"
+    counts = [value for entry, value in entries.items() if entry.endswith("update_count")]
+    assert all((count == 2).all() for count in counts)
+    (line,) = warnings(
+        training(*muon, *cli.words(f"--load soap --save back {longer} 7")).checked()
+    )
+    assert "start at zero, because another optimizer or layout wrote this checkpoint" in line
+
+
+def test_lion_exchanges_nothing(training: Trainings) -> None:
+    run = training("--optimizer", "lion", *UNDER, "optim_grads_params", "--save", "lion").checked()
+    assert "megatron-muon: plan" not in run.output
+    slots = {entry.rpartition(".")[2] for entry in saved(training, "lion", 4)}
+    assert "exp_avg" in slots
+    assert "update_count" not in slots
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--optimizer soap --muon-momentum 0.8", "--muon-momentum 0.8 is for Muon, not for soap"),
+        ("--optimizer soap --muon-team-size 2", "--muon-team-size is for Muon, not for soap"),
+        ("--optimizer soap --muon-offload nvme --muon-offload-dir .", "--muon-offload nvme"),
+        ("--optimizer soap --muon-tp-mode blockwise --tensor-model-parallel-size 2", "blockwise"),
+        ("--optimizer soap --matrix-optimizer-args bogus=1", "bogus"),
+        ("--optimizer muon --matrix-optimizer-args bogus=1", "needs --optimizer soap"),
+        ("--optimizer muon --matrix-optimizer soap", "name two optimizers"),
+        ("--matrix-optimizer scion", "--matrix-optimizer scion reads weights"),
+    ],
+)
+def test_flags_that_do_not_apply_are_refused_by_name(
+    training: Trainings, flags: str, words: str
+) -> None:
+    run = training(*cli.words(flags), *UNDER, "optim", ranks=2)
+    assert run.returncode != 0
+    assert words in run.output

@@ -390,7 +390,8 @@ class Reference:
         labels = {}
         for name, parts in self.weights.items():
             for number, part in enumerate(parts):
-                labels[part] = name if len(parts) == 1 else f"{name}[{number}]"
+                label = name.replace(".experts.experts.", ".experts.local_experts.")
+                labels[part] = label if len(parts) == 1 else f"{label}[{number}]"
         for weight in matrices:
             optimizer.add(labels[weight], weight, weight.row_blocks)  # type: ignore[attr-defined]
         return optimizer

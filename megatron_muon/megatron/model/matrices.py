@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.fsdp_dtensor_checkpoint import get_ep_layer_offset
 
 from megatron_muon.core.layout import RowSplit, whole
 from megatron_muon.errors import UserError
@@ -35,6 +36,9 @@ MUON = "muon"
 
 UNKNOWN = "fused in a way that is not known (docs/parameters.md)"
 """A reason to leave a 2D weight to the scalar optimizer, like those of `why_not_muon`."""
+
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+")
+"""The number of an expert in a parameter's name."""
 
 _LEFT_BEHIND = (
     "allreduce",
@@ -159,6 +163,15 @@ def parameter_names(model_chunks: Sequence[Any]) -> dict[Any, str]:
         for name, parameter in chunk.named_parameters():
             names[parameter] = prefix + name.replace("module.", "")
     return names
+
+
+def with_all_experts(names: Mapping[Any, str], config: TransformerConfig) -> dict[Any, str]:
+    """The same names, with experts counted over all expert-parallel ranks."""
+    first = get_ep_layer_offset(config.num_moe_experts)
+    found = {}
+    for parameter, name in names.items():
+        found[parameter] = _EXPERT.sub(lambda number: str(first + int(number[0])), name)
+    return found
 
 
 def parameter_rows(
