@@ -4,6 +4,7 @@
 
     torchrun ... --dion DIR        also microsoft/dion's Muon, from a checkout (it has no package)
     torchrun ... --experts 16      layers are stacks of experts, (16, hidden size, 2 x hidden size)
+    torchrun ... --optimizer soap  `megatron_muon.Sharded`, and the class on whole matrices on all ranks, as under DDP
 
 The others: muon-fsdp2 (`pip install muon-fsdp2`, left out if missing), torch.optim.Muon on the
 DTensors, whose products gather whole matrices on every rank, and torch.optim.AdamW. All have the
@@ -30,7 +31,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import megatron_muon
+from megatron_muon.core.methods.candidate import find
 from megatron_muon.metrics import synchronize
+from megatron_muon.shards import local_part
 
 type Parameters = list[nn.Parameter]
 type Optimizers = list[torch.optim.Optimizer]
@@ -40,6 +43,7 @@ LR, MOMENTUM, DECAY = 0.02, 0.95, 0.1
 MUON: dict[str, Any] = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY}
 VOCABULARY = 8192
 OURS = "megatron_muon"
+WHOLE = "the class, as in DDP"
 
 
 class Block(nn.Module):
@@ -73,11 +77,15 @@ class Transformer(nn.Module):
         )
 
 
-def model(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> Transformer:
-    """A transformer, sharded by layer."""
+def model(
+    args: argparse.Namespace, mesh: DeviceMesh, device: torch.device, *, is_whole: bool
+) -> Transformer:
+    """A transformer, sharded by layer, or whole on every rank."""
     torch.manual_seed(0)
     with device:
         whole = Transformer(args.hidden_size, args.num_layers, args.experts)
+    if is_whole:
+        return whole
     for block in whole.layers:
         fully_shard(block, mesh=mesh)
     fully_shard(whole, mesh=mesh)
@@ -88,6 +96,25 @@ def ours(matrices: Parameters, rest: Parameters) -> Optimizers:
     """This package's Muon."""
     groups = [{"params": matrices, "optimizer": "muon"}, {"params": rest, "optimizer": "adamw"}]
     return [megatron_muon.Muon(groups, **MUON)]
+
+
+def sharded(name: str) -> Maker:
+    """This package's `Sharded`."""
+
+    def make(matrices: Parameters, rest: Parameters) -> Optimizers:
+        groups = [{"params": matrices, "optimizer": name}, {"params": rest, "optimizer": "adamw"}]
+        return [megatron_muon.Sharded(name, groups, lr=LR)]
+
+    return make
+
+
+def on_whole_matrices(name: str) -> Maker:
+    """The class itself."""
+
+    def make(matrices: Parameters, rest: Parameters) -> Optimizers:
+        return [find(name, {}).make(matrices, lr=LR), *adamw(rest, [])]
+
+    return make
 
 
 def fsdp2(matrices: Parameters, rest: Parameters) -> Optimizers:
@@ -133,6 +160,8 @@ def dion_on(mesh: DeviceMesh, *, gram: bool) -> Maker:
 
 def contenders(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Maker]:
     """Makers of the optimizers, from matrices and the other parameters."""
+    if args.optimizer:
+        return {OURS: sharded(args.optimizer), WHOLE: on_whole_matrices(args.optimizer)}
     found: dict[str, Maker] = {OURS: ours}
     if not args.experts:  # these take no stacks
         if importlib.util.find_spec("muon_fsdp2") is not None:
@@ -159,6 +188,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--repeat", type=int, default=9)
     add("--warmup", type=int, default=2)
     add("--dion", metavar="DIR", help="a checkout of microsoft/dion")
+    add("--optimizer", metavar="NAME", help="a class of emerging-optimizers instead of Muon")
     add("--only", nargs="+", metavar="NAME", help="megatron_muon and these alone")
     return parser.parse_args(argv)
 
@@ -175,17 +205,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     optimizers: dict[str, Optimizers] = {}
     parameters: dict[str, Parameters] = {}
     for name, make in contenders(args, mesh).items():
-        module = model(args, mesh, device)
+        module = model(args, mesh, device, is_whole=name == WHOLE)
         parameters[name] = list(module.parameters())
         embedding, *matrices = parameters[name]
         optimizers[name] = make(matrices, [embedding])
     torch.manual_seed(1 + dist.get_rank())
     own: list[Any] = list(parameters[OURS])
     gradients = [1e-3 * torch.randn_like(parameter.to_local()) for parameter in own]
+    whole = [1e-3 * torch.randn(parameter.shape, device=device) for parameter in own]
     times: dict[str, list[float]] = {name: [] for name in optimizers}
     for repeat in range(args.warmup + args.repeat):
         for name, members in optimizers.items():
-            set_gradients(parameters[name], gradients)
+            set_gradients(parameters[name], whole if name == WHOLE else gradients)
             elapsed = timed(members, device)
             if repeat >= args.warmup:
                 times[name].append(1e3 * elapsed)
@@ -199,7 +230,7 @@ def set_gradients(parameters: Parameters, gradients: Sequence[torch.Tensor]) -> 
     """Sets the gradients of all parameters anew: muon-fsdp2 changes them."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         made: Any = torch.zeros_like(parameter)
-        made.to_local().copy_(gradient)
+        local_part(made).copy_(gradient)
         parameter.grad = made
 
 

@@ -525,3 +525,17 @@ def test_flags_that_do_not_apply_are_refused_by_name(
     run = training(*cli.words(flags), *UNDER, "optim", ranks=2)
     assert run.returncode != 0
     assert words in run.output
+
+
+@pytest.mark.wide
+def test_state_on_the_host_meets_the_stacks_on_the_device(ranks: Pool) -> None:
+    """Where host and device memory are two, and only copies lead from one to the other."""
+    cases = {
+        "device": of("soap", SMALL),
+        "host": of("soap", but(SMALL, muon_offload="cpu")),
+        "noise": of("psgd_pro", but(SMALL, muon_offload="cpu")),
+    }
+    with ranks.two_memories():
+        seen = ranks(2, run, cases=cases, steps=STEPS)[0]
+    for label, case in cases.items():
+        check(seen[label], case, label)
