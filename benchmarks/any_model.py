@@ -4,7 +4,7 @@
 
     torchrun ... --dion DIR        also microsoft/dion's Muon, from a checkout (it has no package)
     torchrun ... --experts 16      layers are stacks of experts, (16, hidden size, 2 x hidden size)
-    torchrun ... --optimizer soap  `megatron_muon.Sharded`, and the class on whole matrices on all ranks, as under DDP
+    torchrun ... --optimizer soap  `megatron_muon.Sharded`, and the class on whole matrices
 
 The others: muon-fsdp2 (`pip install muon-fsdp2`, left out if missing), torch.optim.Muon on the
 DTensors, whose products gather whole matrices on every rank, and torch.optim.AdamW. All have the
@@ -112,7 +112,8 @@ def on_whole_matrices(name: str) -> Maker:
     """The class itself."""
 
     def make(matrices: Parameters, rest: Parameters) -> Optimizers:
-        return [find(name, {}).make(matrices, lr=LR), *adamw(rest, [])]
+        whole: Any = find(name, {}).make
+        return [whole(matrices, lr=LR), *adamw(rest, [])]
 
     return make
 

@@ -147,9 +147,8 @@ def compare(
 
 def _held(parameter: str, slots: Mapping[str, frozenset[str]]) -> frozenset[str]:
     """Slots of a parameter; of its half or its whole, as another optimizer's state may have it."""
-    names = (parameter, parameter + _HALVES[0], parameter[:-2])
-    if not parameter.endswith(_HALVES):
-        names = names[:2]
+    other = parameter[:-2] if parameter.endswith(_HALVES) else parameter + _HALVES[0]
+    names = (parameter, other)
     return next((slots[name] for name in names if name in slots), frozenset())
 
 

@@ -21,8 +21,8 @@ from megatron_muon.fsdp.assembly import Beside, Variant, make_part
 from megatron_muon.fsdp.options import NS_COEFFICIENTS, NS_STEPS, word_as_arguments
 from megatron_muon.fsdp.parameter_groups import ADAMW, MUON, OPTIMIZER, members_of
 from megatron_muon.fsdp.part import NUMBERS, Part, view_parameters
-from megatron_muon.fsdp.read_numbers import ON_DEVICE
 from megatron_muon.fsdp.rank_sets import RankSet, largest_of, rank_sets
+from megatron_muon.fsdp.read_numbers import ON_DEVICE
 from megatron_muon.fsdp.selection import Patterns, Predicate, Selection, select, warn_of_stacks
 from megatron_muon.fsdp.state_dicts import MuonState
 from megatron_muon.fsdp.step import adamw_numbers, step_adamw

@@ -233,9 +233,7 @@ def _read(
         choice.steps = steps.get(name, 0)
 
 
-def _groups(
-    choices: Mapping[torch.Tensor, Choice], matrix_optimizer: str
-) -> list[dict[str, Any]]:
+def _groups(choices: Mapping[torch.Tensor, Choice], matrix_optimizer: str) -> list[dict[str, Any]]:
     """A group for each given one, and after these AdamW's parts of those that hold both."""
     with_muon = {each.group for each in choices.values() if not each.why}
     groups: dict[tuple[bool, int], dict[str, Any]] = {}

@@ -39,7 +39,7 @@ SHARED = (
 class Sharded(Muon):
     """A class of optimizers, unmodified, for the matrices inside a network; AdamW for the rest.
 
-        optimizer = megatron_muon.Sharded("soap", model, lr=3e-3, adamw_lr=3e-4, use_kl_shampoo=True)
+        optimizer = megatron_muon.Sharded("soap", model, lr=3e-3, use_kl_shampoo=True)
 
     Each block is optimized by its owner, which has the state. Selection of parameters, learning
     rates, decay, checkpoints and skipped gradients are those of `Muon`.
@@ -71,7 +71,9 @@ class Sharded(Muon):
         given = {}
         for name, parameter in inspect.signature(Muon.__init__).parameters.items():
             if name not in ("self", "params"):
-                given[name] = settings.pop(name) if name in settings and name in SHARED else parameter.default
+                given[name] = (
+                    settings.pop(name) if name in settings and name in SHARED else parameter.default
+                )
         given |= {"lr": lr, "weight_decay": weight_decay}
         with word_as_arguments():
             self._keeps_on_host = _keeps_on_host(given.pop("offload"))

@@ -111,8 +111,8 @@ class MuonState(torch.optim.Optimizer):
         """As any optimizer's, except that momentum stays fp32 whatever the parameters are.
 
         A parameter that was frozen after construction keeps its state; missing state of AdamW
-        starts at zero, and so, with a warning, do matrices whose state is another optimizer's. Raises
-        a UserError, with nothing loaded, if state of a matrix is missing or of another shape.
+        starts at zero, and so, with a warning, do matrices whose state is another optimizer's. If
+        state of a matrix is missing or of another shape, raises a UserError and loads nothing.
         """
         self._require_open()
         self._follow_replaced()
@@ -153,12 +153,12 @@ class MuonState(torch.optim.Optimizer):
         keys = dict(zip(ours, theirs, strict=False))  # torch refuses other groups
         others = dict(state_dict["state"])
         saved: State = {}
-        found = {group[OPTIMIZER] for group in state_dict["param_groups"]} - {ADAMW}
-        is_other = found != {self.matrix_optimizer}
+        written_by = {group[OPTIMIZER] for group in state_dict["param_groups"]} - {ADAMW}
+        is_other = written_by != {self.matrix_optimizer}
         if is_other:
             warnings.warn(
                 f"matrices start afresh with {self.matrix_optimizer}: the state to load is of"
-                f" {', '.join(sorted(found))}",
+                f" {', '.join(sorted(written_by))}",
                 stacklevel=3,
             )
         for part in self.parts:

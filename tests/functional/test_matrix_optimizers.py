@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from emerging_optimizers import psgd, registry, soap  # registers their classes
+from emerging_optimizers import registry
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -41,7 +41,7 @@ from tests.support.case import STRATEGIES, Case
 from tests.support.cases import BLOCKS_OVER_LAYOUTS, GATED, HSDP, MOE, OVER_TP, TP, but
 from tests.support.parity import Seen, run
 from tests.support.pool import Pool
-from tests.support.reference import Reference
+from tests.support.reference import REGISTERED, Reference
 from tests.support.training import Trainings
 from tests.support.wide import wide_but
 
@@ -82,6 +82,7 @@ def blocks_of(name: str, matrix: Tensor) -> list[tuple[str, Tensor]]:
 def by_hand(label: str, steps: int) -> dict[str, Tensor]:
     """Weights after steps of the class on whole matrices in one process, without this package."""
     kind, arguments = CLASSES[label]
+    assert REGISTERED
     make = registry.get_optimizer_cls(kind)
     found = {}
     for name in SHAPES:
@@ -216,7 +217,9 @@ def saves(rank: int, world_size: int, *, mesh: tuple[int, ...], folder: str) -> 
     return found
 
 
-def loads(rank: int, world_size: int, *, mesh: tuple[int, ...], folder: str, **settings: Any) -> Any:
+def loads(
+    rank: int, world_size: int, *, mesh: tuple[int, ...], folder: str, **settings: Any
+) -> Any:
     """In a worker: the same weights, from the checkpoint on."""
     found = {}
     for label in ("soap", "psgd_pro", "mop"):
@@ -492,9 +495,7 @@ def test_from_muon_to_soap_and_back_weights_and_adam_go_on(training: Trainings) 
     assert 6.0 in steps, "Adam's count goes on"
     counts = [value for entry, value in entries.items() if entry.endswith("update_count")]
     assert all((count == 2).all() for count in counts)
-    (line,) = warnings(
-        training(*muon, *cli.words(f"--load soap --save back {longer} 7")).checked()
-    )
+    (line,) = warnings(training(*muon, *cli.words(f"--load soap --save back {longer} 7")).checked())
     assert "start at zero, because another optimizer or layout wrote this checkpoint" in line
 
 

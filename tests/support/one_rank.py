@@ -54,7 +54,7 @@ def waves_of(
         plan.layout,
         plan.teams,
         Group(plan.layout.world_size, rank),
-        plan.sizes.method.scale,
+        plan.sizes.method.kind,
         by_pairs=plan.by_pairs,
     )
     made = StepOptions(CPU, **options)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from emerging_optimizers import psgd, registry, soap  # registers their classes
+from emerging_optimizers import psgd, registry, soap
 from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon, Muon, MuonHyperball
 from emerging_optimizers.scalar_optimizers import Lion
 
@@ -219,6 +219,9 @@ class CautiousMuon(_Cautious, SplitMuon):
 class CautiousAdaptiveMuon(_Cautious, SplitAdaptiveMuon):
     """With cautious decay."""
 
+
+REGISTERED = psgd, soap
+"""Modules whose classes are registered by importing them."""
 
 _ARGUMENTS = {
     "soap": {"betas": (0.9, 0.999), "use_kl_shampoo": True},

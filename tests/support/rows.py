@@ -65,7 +65,7 @@ def orthogonalized(
     for slot, block in zip(slots, described.split.views(update), strict=True):
         flat = block.reshape(slot.of)
         wide = flat.mT.contiguous() if slot.is_tall else flat.clone()
-        run(method, wide[None], slot.kind(method.scale(slot.of)))
+        run(method, wide[None], method.kind(slot))
         block.copy_((wide.mT if slot.is_tall else wide).view(block.shape))
     return update if update.isfinite().all() else torch.zeros_like(update)
 

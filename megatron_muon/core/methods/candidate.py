@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_muon.errors import SettingError
+from megatron_muon.errors import SettingError, reason_of
 
 OWN = ("muon", "adaptive_muon", "muon_hyperball")
 """Names of emerging-optimizers for which this package has methods and rules of its own."""
@@ -152,10 +152,10 @@ class _Block:
     @property
     def state(self) -> dict[str, Any]:
         """As the class has it."""
-        return self.optimizer.state.get(self.parameter, {})
+        return dict(self.optimizer.state.get(self.parameter, {}))
 
     def step(self, gradient: Tensor) -> Tensor:
-        """The update for a gradient."""
+        """Return the update for a gradient."""
         before = self.parameter.clone()
         self.parameter.grad = gradient
         self.optimizer.step()
@@ -179,7 +179,7 @@ class Trial:
             block = _Block(candidate, torch.zeros(_SHAPE))
             settings = _settings(block.optimizer)
             before = torch.get_rng_state()
-            updates = [block.step(_gradient(_SHAPE, step)) for step in range(2)]
+            updates = self._two_steps(candidate, block)
             self.is_random = not torch.equal(before, torch.get_rng_state())
             if _settings(block.optimizer) != settings:
                 raise _refusal(
@@ -187,7 +187,7 @@ class Trial:
                 )
             torch.manual_seed(0)
             other = _Block(candidate, 1.0 + _gradient(_SHAPE, 2).abs())
-            moved = [other.step(_gradient(_SHAPE, step)) for step in range(2)]
+            moved = self._two_steps(candidate, other)
         if not all(map(_is_close, updates, moved)):
             raise _refusal(
                 candidate, "reads weights: its update of them is not that of a matrix of zeros"
@@ -195,8 +195,22 @@ class Trial:
         found, _ = _leaves_of(block.state)
         self.slots = [leaf.slot for leaf in found]
         for leaf in found:
-            if leaf.dtype in (float, complex, str) or leaf.dtype in (torch.float64, torch.complex64):
-                raise _refusal(candidate, f"keeps {leaf.slot} of {leaf.dtype}, which fp32 cannot have")
+            if leaf.dtype in (float, complex, str) or leaf.dtype in (
+                torch.float64,
+                torch.complex64,
+            ):
+                raise _refusal(
+                    candidate, f"keeps {leaf.slot} of {leaf.dtype}, which fp32 cannot have"
+                )
+
+
+    @staticmethod
+    def _two_steps(candidate: Candidate, block: _Block) -> list[Tensor]:
+        """The updates of two steps; a class may raise anything."""
+        try:
+            return [block.step(_gradient(_SHAPE, step)) for step in range(2)]
+        except Exception as error:
+            raise _refusal(candidate, f"fails on a block: {reason_of(error)}") from error
 
 
 def _is_close(one: Tensor, other: Tensor) -> bool:

@@ -18,7 +18,6 @@ from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.slices import BlockKind, BlockSlice, Team
 from megatron_muon.core.teams import TeamGroup
 
-
 UPDATES = "update_count"
 """`OwnerMethod`'s slot for the number of a block's updates. At 0 the class has yet to make its state."""
 

@@ -20,7 +20,6 @@ from megatron_muon.errors import UserError
 from megatron_muon.megatron.data.corpus import check_vocabulary, read_head
 from megatron_muon.megatron.flags.config_file import refuse_unknown_flags
 from megatron_muon.megatron.flags.refusals import (
-    MEGATRONS,
     MUONS,
     CheckedRun,
     check,
@@ -110,17 +109,17 @@ def missing_defaults(
     chosen = {actions[flag].dest for flag in flags if flag in actions}
     given = parser.parse_known_args(list(argv))[0]
     on_cpu = device == "cpu"
-    is_megatrons = given.optimizer in MEGATRONS and given.matrix_optimizer is None
+    has_class = bool(given.matrix_optimizer) or is_class(given.optimizer)
     wanted = ["--eval-interval 1000"]  # 0.19 has no default and divides by it
     if "use_megatron_fsdp" in chosen:
         wanted += ["--ckpt-format fsdp_dtensor", "--use-distributed-optimizer"]
         is_tp = given.tensor_model_parallel_size > 1 or (given.expert_tensor_parallel_size or 1) > 1
-        if not is_megatrons and (given.use_checkpoint_args or is_tp):
+        if (has_class or given.optimizer in MUONS) and (given.use_checkpoint_args or is_tp):
             wanted.append(f"--muon-tp-mode {TP_MODE}")
     if on_cpu:
         wanted += ["--distributed-backend gloo", "--num-workers 0"]
     is_slow = (on_cpu or given.muon_ns_device == "cpu") and not cpu_has_bf16()
-    if is_slow and given.optimizer in MUONS:
+    if is_slow and not has_class:
         wanted.append("--muon-fp32-matmul-prec highest")
     # An extension of Apex. megatron-core's own output layer needs it even with Transformer Engine.
     if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:

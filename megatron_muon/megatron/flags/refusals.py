@@ -182,7 +182,10 @@ def _rules(run: CheckedRun, is_training: bool) -> Rules:
     if run.is_class:
         yield from _of_class(run)
         return
-    yield bool(run.matrix_optimizer_args), "--matrix-optimizer-args needs --optimizer soap or --matrix-optimizer NAME; leave it out"
+    yield (
+        bool(run.matrix_optimizer_args),
+        "--matrix-optimizer-args needs --optimizer soap or --matrix-optimizer NAME; leave it out",
+    )
     check_iteration(iteration_of(run))
     check_steps_for(iteration_of(run), steps_for(run))
     if run.qk_clip:

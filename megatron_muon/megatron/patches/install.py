@@ -186,7 +186,7 @@ def accept_muon(patches: Patches) -> None:
     ) -> Any:
         if not _has_muon(args):
             return validate(args, defaults or {})
-        if not hasattr(args, FIELDS[0]):
+        if not hasattr(args, "muon_exchange"):
             raise UserError(
                 f"--optimizer {args.optimizer}: its flags were parsed without this package's;"
                 f" {TOO_LATE}"

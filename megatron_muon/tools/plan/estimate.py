@@ -73,9 +73,9 @@ class Hardware:
         return max(self.node_ranks, self.rack_ranks)
 
     def tflops(self, method: Method) -> float:
-        """The rate of a method's products: in bf16, fp32, or TF32, half of bf16's, for other classes.
+        """The rate of a method's products: bf16, fp32, or for classes TF32's, half of bf16's.
 
-        Their factorizations count at this rate too, which no GPU has been measured to reach.
+        Factorizations of classes count at this rate, too, which no GPU has been measured to reach.
         """
         if method.dtype.itemsize < 4:
             return self.bf16_tflops

@@ -170,9 +170,7 @@ def settings_of(config: Any, hardware: Hardware) -> PlanSettings:
     kept = 1.0  # share of momentum on the device
     if config.muon_offload != "none":
         kept -= config.muon_offload_fraction
-    sizes = replace(
-        sizes, apart=method.takes_momentum and kept < 1 and not hardware.processor
-    )
+    sizes = replace(sizes, apart=method.takes_momentum and kept < 1 and not hardware.processor)
     momentum = STORED_BYTES[config.muon_momentum_dtype] * kept * method.takes_momentum
     if moment2 == "adamuon":
         momentum += 4
