@@ -203,7 +203,6 @@ class Trial:
                     candidate, f"keeps {leaf.slot} of {leaf.dtype}, which fp32 cannot have"
                 )
 
-
     @staticmethod
     def _two_steps(candidate: Candidate, block: _Block) -> list[Tensor]:
         """The updates of two steps; a class may raise anything."""

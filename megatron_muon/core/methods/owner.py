@@ -98,6 +98,14 @@ class OwnerMethod(Method):
             return _HOST
         return self.device
 
+    @override
+    def zero_state(self, kind: BlockKind, slots: Sequence[BlockSlice]) -> BlockState:
+        state = super().zero_state(kind, slots)
+        if self.keeps_on_host and torch.empty(0, device=self.device).is_cuda:
+            for slot, tensor in state.items():
+                state[slot] = tensor.pin_memory()
+        return state
+
     def _leaves(self, kind: BlockKind) -> Sequence[Leaf]:
         return self.candidate.state_of(shape_of(kind))[0]
 
@@ -189,7 +197,8 @@ class OwnerMethod(Method):
             if isinstance(leaf.dtype, type):
                 values.append(leaf.dtype(stored.item()))
             else:
-                values.append(stored.to(_HOST if leaf.on_host else self.device, leaf.dtype))
+                place = _HOST if leaf.on_host else self.device
+                values.append(stored.to(place, leaf.dtype, non_blocking=True))
         return tree_unflatten(values, tree)
 
     def _write(self, kind: BlockKind, state: BlockState, number: int, found: Any) -> None:
@@ -199,7 +208,7 @@ class OwnerMethod(Method):
             if not isinstance(value, Tensor):
                 stored.fill_(value)
             elif value.data_ptr() != stored.data_ptr():
-                stored.copy_(value)
+                stored.copy_(value, non_blocking=True)
 
     def _random_numbers_of(
         self, state: BlockState, numbers: Sequence[int]
