@@ -52,6 +52,12 @@ LAYOUTS = {
         f"{EXPERTS} {TP2} --sequence-parallel --expert-tensor-parallel-size 2",
     ),
     "tp2 dp2 blockwise": (4, f"{TP2} --muon-tp-mode blockwise"),
+    "soap, tp2 dp2": (4, f"{TP2} --optimizer soap"),
+    "psgd, experts ep2": (
+        2,
+        f"{EXPERTS} --disable-bias-linear --expert-model-parallel-size 2 --optimizer adam"
+        " --matrix-optimizer psgd_pro",
+    ),
 }
 
 
@@ -63,7 +69,7 @@ def planned(folder: Path, *argv: object) -> dict[str, Any]:
     return figures
 
 
-@pytest.mark.parametrize("name", wide_but(["tp2 dp2", "experts ep2", "hsdp"], LAYOUTS))
+@pytest.mark.parametrize("name", wide_but(["tp2 dp2", "experts ep2", "soap, tp2 dp2"], LAYOUTS))
 def test_a_plan_has_the_digest_and_the_momentum_of_the_run(
     ranks: Pool, tmp_path: Path, name: str
 ) -> None:
@@ -80,8 +86,9 @@ def test_a_plan_has_the_digest_and_the_momentum_of_the_run(
     (digest,) = set(re.findall(r"megatron-muon: plan ([0-9a-f-]+)", run.output))
     figures = planned(tmp_path, "--config", config, "--world-size", world_size, *flags)
     assert figures["digest"] == digest
-    assert len(figures["groups"]) == 1 + name.startswith("experts ep")
-    found = re.search(r"optimizer state: momentum fp32: device ([0-9.]+) MB", run.output)
+    assert len(figures["groups"]) == 1 + ("experts ep" in name)
+    state = r"(?:momentum fp32|\w+, of matrices)"
+    found = re.search(rf"optimizer state: {state}: device ([0-9.]+) MB", run.output)
     assert found
     megabytes = figures["momentum_bytes"] / 1e6
     if len(figures["groups"]) == 1:

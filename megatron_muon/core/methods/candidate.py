@@ -323,10 +323,10 @@ def find(given: str | type[Optimizer], arguments: Mapping[str, Any]) -> Candidat
 @functools.cache
 def _registered() -> dict[str, type[Optimizer]]:
     """The optimizers of emerging-optimizers by name; it registers them as its modules are imported."""
-    for found in pkgutil.iter_modules(emerging_optimizers.__path__, "emerging_optimizers."):
-        if found.ispkg:
-            with contextlib.suppress(ImportError):
-                importlib.import_module(found.name)
+    package = emerging_optimizers.__path__, "emerging_optimizers."
+    for found in pkgutil.walk_packages(*package, onerror=lambda name: None):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(found.name)
     return {name: registry.get_optimizer_cls(name) for name in registry.get_optimizer_name_list()}
 
 
