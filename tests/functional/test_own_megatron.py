@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 
 from megatron_muon.errors import UserError
+from tests.functional.test_matrix_optimizers import FOR_CLASSES
 from tests.support import cli, model
 from tests.support.case import Case, batches
 from tests.support.cases import MOE
@@ -85,7 +86,7 @@ def test_adam_is_the_same_to_the_last_bit_whether_enabled_or_not(tmp_path, corpu
     assert "megatron-muon" not in after.output
 
 
-def own_loop(rank: int, world_size: int) -> list[str]:
+def own_loop(rank: int, world_size: int, *, settings: dict[str, Any]) -> list[str]:
     """In a worker: what differs where Megatron's own factory makes the optimizer of a plain config,
     enabled that late.
 
@@ -96,7 +97,7 @@ def own_loop(rank: int, world_size: int) -> list[str]:
 
     import megatron_muon
 
-    case = MOE.but(expert_parallel=2, optimizer={"clip_grad": 0.3, "muon_momentum_dtype": "bf16"})
+    case = MOE.but(expert_parallel=2, optimizer={"clip_grad": 0.3, **settings})
 
     def from_megatron(case: Case, wrapped: torch.nn.Module, groups: Any) -> Any:
         theirs = {field.name for field in dataclasses.fields(OptimizerConfig)}
@@ -127,9 +128,18 @@ def own_loop(rank: int, world_size: int) -> list[str]:
     return [name for name in first if not torch.equal(first[name], second[name])]
 
 
-def test_a_loop_of_ones_own_trains_as_with_this_packages_factory(ranks: Pool) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"muon_momentum_dtype": "bf16"},
+        {**FOR_CLASSES, "optimizer": "soap", "matrix_optimizer_args": ["use_kl_shampoo=False"]},
+    ],
+)
+def test_a_loop_of_ones_own_trains_as_with_this_packages_factory(
+    ranks: Pool, settings: dict[str, Any]
+) -> None:
     """Megatron-FSDP was patched before the model was wrapped, or not at all."""
-    assert ranks(2, own_loop) == [[], []]
+    assert ranks(2, own_loop, settings=settings) == [[], []]
 
 
 def misused(rank: int, world_size: int) -> list[str]:
