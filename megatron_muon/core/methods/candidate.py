@@ -30,6 +30,9 @@ OWN = ("muon", "adaptive_muon", "muon_hyperball")
 """Names of emerging-optimizers for which this package has methods and rules of its own."""
 
 _SHAPE = (4, 3)
+_STORED = (int, bool, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
+"""Types of state that checkpoints hold in fp32: whole numbers up to 2^24."""
+
 _COUNTED_SIDE = 192
 """Longer side of the blocks whose operations are counted, at most."""
 
@@ -134,7 +137,7 @@ class Candidate:
             block = _Block(self, torch.zeros(shape, device="meta"))
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 # one that reads a number of the device ends here, after it has made its state
-                block.step(torch.zeros(shape, device="meta"))
+                block.step(torch.zeros_like(block.parameter))
         leaves, tree = _leaves_of(block.state)
         if [leaf.slot for leaf in leaves] != self.trial.slots:
             reason = "does not make its state before it reads numbers of the device"
@@ -146,8 +149,8 @@ class _Block:
     """One block of a class: its parameter and state."""
 
     def __init__(self, candidate: Candidate, values: Tensor) -> None:
-        self.parameter = values
-        self.optimizer = candidate.optimizer([values])
+        self.parameter = values.float()
+        self.optimizer = candidate.optimizer([self.parameter])
 
     @property
     def state(self) -> dict[str, Any]:
@@ -195,12 +198,9 @@ class Trial:
         found, _ = _leaves_of(block.state)
         self.slots = [leaf.slot for leaf in found]
         for leaf in found:
-            if leaf.dtype in (float, complex, str) or leaf.dtype in (
-                torch.float64,
-                torch.complex64,
-            ):
+            if leaf.dtype not in _STORED:
                 raise _refusal(
-                    candidate, f"keeps {leaf.slot} of {leaf.dtype}, which fp32 cannot have"
+                    candidate, f"keeps {leaf.slot} of {leaf.dtype}, which fp32 cannot hold"
                 )
 
     @staticmethod
@@ -233,7 +233,8 @@ def _refusal(candidate: Candidate, reason: str) -> SettingError:
 
 
 def _gradient(shape: tuple[int, int], seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float32)
 
 
 def _formulas() -> dict[Any, Any]:
