@@ -132,10 +132,13 @@ def compare(
     replaced, absent = set[str](), set[str]()
     slots = optimizer_slots(entries)
     for parameter, state in wanted.items():
-        held = _held(parameter, slots)
+        held = slots.get(parameter, frozenset())
+        if not held:
+            held = _held_otherwise(parameter, slots)
         before, now = optimizer_of(held), optimizer_of(frozenset(state))
         names = {f"{parameter}.{slot}" for slot in state}
-        if state.keys() <= held and (before, now) != ("adam", "lion"):
+        is_here = state.keys() <= slots.get(parameter, frozenset())
+        if is_here and (before, now) != ("adam", "lion"):
             if other_shapes(f"{_STATE}{parameter}.", state, entries):  # another second moment
                 replaced |= names
         elif held and before != now:
@@ -145,11 +148,10 @@ def compare(
     return replaced, absent
 
 
-def _held(parameter: str, slots: Mapping[str, frozenset[str]]) -> frozenset[str]:
-    """Slots of a parameter; of its half or its whole, as another optimizer's state may have it."""
+def _held_otherwise(parameter: str, slots: Mapping[str, frozenset[str]]) -> frozenset[str]:
+    """Slots of a parameter's half or whole, as another optimizer's state may have it."""
     other = parameter[:-2] if parameter.endswith(_HALVES) else parameter + _HALVES[0]
-    names = (parameter, other)
-    return next((slots[name] for name in names if name in slots), frozenset())
+    return slots.get(other, frozenset())
 
 
 def laid_out_by_rank(wanted: Mapping[str, Mapping[str, Any]]) -> set[str]:

@@ -21,6 +21,9 @@ _OF_RANKS = ("params ", "process_group", "offload_dir", "muon_offload_dir")
 """Starts of settings that may differ: objects of each process, and a directory of each node."""
 
 
+_PLAIN = (bool, int, float, str, tuple, type(None))
+
+
 def compare_settings(
     settings: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
@@ -38,6 +41,8 @@ def compare_settings(
         values |= {f"{name} of parameter group {number}": group[name] for name in group}
     shown = {}
     for name, value in values.items():
+        if isinstance(value, dict):  # of a class, which may be given objects of each process
+            value = {key: each for key, each in value.items() if isinstance(each, _PLAIN)}
         if not name.startswith(_OF_RANKS) and not callable(value):
             shown[name] = repr(number_of(value))
     check_agreement(shown, ranks, "give every rank the same settings")

@@ -163,7 +163,8 @@ def _options(group: Mapping[str, Any], number: int, matrix_optimizer: str) -> di
             f"parameter group {number} has optimizer={optimizer!r}; choose"
             f" {matrix_optimizer!r} or {ADAMW!r}"
         )
-    known = [name for name in KNOWN if name not in without_effect(optimizer)]
+    nowhere = set(without_effect(matrix_optimizer)) & set(without_effect(ADAMW))
+    known = [name for name in KNOWN if name not in {*without_effect(optimizer), *nowhere}]
     for name, value in options.items():
         if name not in known and name not in _NOTES:
             raise UserError(

@@ -9,6 +9,7 @@ import torch
 
 from megatron_muon.core.methods.candidate import find
 from megatron_muon.core.methods.owner import OwnerMethod
+from megatron_muon.core.methods.rehearsal import approve
 from megatron_muon.errors import SettingError
 from megatron_muon.fsdp.muon import Muon
 from megatron_muon.fsdp.options import word_as_arguments
@@ -77,8 +78,7 @@ class Sharded(Muon):
         given |= {"lr": lr, "weight_decay": weight_decay}
         with word_as_arguments():
             self._keeps_on_host = _keeps_on_host(given.pop("offload"))
-            self._candidate = find(optimizer, settings)
-            _ = self._candidate.trial
+            self._candidate = approve(find(optimizer, settings))
         self.matrix_optimizer = self._candidate.name
         given |= {"offload": "none", "optimizer": self.matrix_optimizer, "arguments": settings}
         self._set_up(params, given)

@@ -121,15 +121,16 @@ class MuonState(torch.optim.Optimizer):
                 "the state to load is another optimizer's; load one that Muon has saved"
             )
         saved, others = self._saved(state_dict)
+        before = [dict(group) for group in self.param_groups]
         super().load_state_dict({**state_dict, "state": others})
         for group in self.param_groups:
             if "betas" in group:  # torch's full state dicts have a list
                 group["betas"] = tuple(group["betas"])
+        for group, own in zip(self.param_groups, before, strict=True):
             if group[OPTIMIZER] not in (self.matrix_optimizer, ADAMW):
-                group[OPTIMIZER] = self.matrix_optimizer
-                group.pop("momentum", None)
-                for name, value in self.defaults.items():
-                    group.setdefault(name, value)
+                own["params"] = group["params"]
+                group.clear()
+                group.update(own)
         steps = max(group.get(STEPS, 0) for group in self.param_groups)
         for part in self.parts:
             part.load({p: saved[p] for p in part.viewed}, steps)
@@ -157,8 +158,8 @@ class MuonState(torch.optim.Optimizer):
         is_other = written_by != {self.matrix_optimizer}
         if is_other:
             warnings.warn(
-                f"matrices start afresh with {self.matrix_optimizer}: the state to load is of"
-                f" {', '.join(sorted(written_by))}",
+                f"matrices start afresh, with this {self.matrix_optimizer}'s settings: the state to"
+                f" load is of {', '.join(sorted(written_by))}",
                 stacklevel=3,
             )
         for part in self.parts:

@@ -21,6 +21,7 @@ from megatron_muon.core.layout import replicated_layout
 from megatron_muon.core.methods.method import Method
 from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.core.methods.owner import OwnerMethod
+from megatron_muon.core.methods.rehearsal import approve
 from megatron_muon.core.passes import COUPLED, DECOUPLED, largest_magnitude, unit_factor
 from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.rows import MOMENTUM
@@ -116,7 +117,7 @@ def method_of(config: MuonOptimizerConfig, device: torch.device = _HOST) -> Meth
     """
     if is_class(config.optimizer):
         on_host = config.muon_offload == "cpu"
-        return OwnerMethod(candidate_of(config), device, keeps_on_host=on_host)
+        return OwnerMethod(approve(candidate_of(config)), device, keeps_on_host=on_host)
     return NewtonSchulz(
         iteration_of(config),
         scale_mode=config.muon_scale_mode,

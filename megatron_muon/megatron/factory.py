@@ -212,6 +212,8 @@ def _by_width(
     megatron-core 0.19 decides by dimensions: it counts a stack of experts as Adam's and a matrix of
     --muon-exclude as Muon's. Its rule for `muon` leaves Adam's epsilon out, too.
     """
+    if is_class(config.optimizer):  # upstream's rule for it is Adam's
+        return dict(given)
     others = {}
     for key, value in given.items():
         if not getattr(key.with_name_predicate, "name", "").startswith("mup_"):

@@ -11,10 +11,10 @@ from typing import Any
 from megatron.core.optimizer.emerging_optimizers import _kwargs_from_config
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
-from megatron_muon.core.methods.candidate import Candidate, find
+from megatron_muon.core.methods.candidate import OURS, Candidate, find
 from megatron_muon.errors import SettingError
 
-_OURS = ("lr", "weight_decay")
+_PYTHONS = {"true": "True", "false": "False", "none": "None"}
 
 
 def candidate_of(config: Any) -> Candidate:
@@ -29,15 +29,16 @@ def candidate_of(config: Any) -> Candidate:
         SettingError: there is no such class, or it lacks an argument.
     """
     config = SimpleNamespace(**{**vars(OptimizerConfig()), **vars(config)})
-    found = find(config.optimizer, {})
+    given = _given(config.matrix_optimizer_args)
+    found = find(config.optimizer, given)
     takes = inspect.signature(found.make).parameters
     _refuse_unused(found.name, takes, config)
     arguments = _kwargs_from_config(found.make, found.name, config)
     if "betas" in takes:
         arguments["betas"] = config.adam_beta1, config.adam_beta2
-    for name in _OURS:
+    for name in OURS:
         arguments.pop(name, None)
-    return replace(found, arguments={**arguments, **_given(config.matrix_optimizer_args)})
+    return replace(found, arguments={**arguments, **given})
 
 
 def _refuse_unused(name: str, takes: Any, config: Any) -> None:
@@ -67,7 +68,7 @@ def _given(pairs: list[str]) -> dict[str, Any]:
                 "for example, type use_kl_shampoo=False",
             )
         try:
-            found[name] = ast.literal_eval(value)
+            found[name] = ast.literal_eval(_PYTHONS.get(value.lower(), value))
         except (ValueError, SyntaxError):
             found[name] = value
     return found

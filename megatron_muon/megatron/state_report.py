@@ -9,7 +9,7 @@ import torch
 
 from megatron_muon import cpu
 from megatron_muon.core.rows import MOMENTUM
-from megatron_muon.megatron.flags.refusals import is_class
+from megatron_muon.megatron.flags.refusals import LION, is_class
 from megatron_muon.megatron.sharded_muon import ShardedMuon
 from megatron_muon.offload.store import DEVICE, HOST, PLACES, RecordStore
 from megatron_muon.ranks import numbers_of_all_ranks, say
@@ -26,7 +26,7 @@ def report_state(optimizer: Any, *, of_muon: bool = False) -> dict[str, int]:
     momentum, rest = "", "all of it"
     if of_muon:
         momentum, rest = stored.get("momentum", "momentum fp32"), "all else"
-        if is_class(optimizer.config.optimizer):
+        if is_class(optimizer.config.optimizer) and optimizer.config.optimizer != LION:
             momentum = f"{optimizer.config.optimizer}, of matrices"
     # Every rank reports the same kinds in the same order.
     names = [momentum, *stored.values(), rest] if of_muon else [rest]

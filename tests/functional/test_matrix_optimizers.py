@@ -39,6 +39,7 @@ from tests.functional.test_checkpoints import (
 from tests.support import cli
 from tests.support.case import STRATEGIES, Case
 from tests.support.cases import BLOCKS_OVER_LAYOUTS, GATED, HSDP, MOE, OVER_TP, TP, but
+from tests.support.model import Trainer
 from tests.support.parity import Seen, run
 from tests.support.pool import Pool
 from tests.support.reference import REGISTERED, Reference
@@ -503,6 +504,51 @@ def test_from_muon_to_soap_and_back_weights_and_adam_go_on(training: Trainings) 
     assert "start at zero, because another optimizer or layout wrote this checkpoint" in line
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("--optimizer soap", "--optimizer adam"),
+        ("--optimizer soap", "--optimizer lion"),
+        ("--matrix-optimizer mop", "--optimizer muon"),
+        ("--optimizer lion", "--optimizer soap"),
+    ],
+)
+def test_any_optimizer_goes_on_from_anothers_weights(
+    training: Trainings, first: str, second: str
+) -> None:
+    """Story: of a gated projection one optimizer has a whole, the other two halves."""
+    under = (*UNDER, "optim_grads_params")
+    training(*cli.words(first), *under, "--save", "first").checked()
+    more = cli.words("--load first --override-opt-param-scheduler --train-iters 5")
+    run = training(*cli.words(second), *under, *more).checked()
+    assert [iteration.number for iteration in run.iterations] == [5]
+    assert any("another optimizer" in line for line in warnings(run))
+
+
+def in_a_config(rank: int, world_size: int, *, settings: dict[str, Any]) -> str:
+    """In a worker: the error of a config that a script makes."""
+    with pytest.raises(UserError) as caught:
+        Trainer(but(of("soap", SMALL), **settings))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"optimizer": "muon", "matrix_optimizer": "soap"}, "name two optimizers"),
+        ({"decoupled_weight_decay": False}, "decoupled_weight_decay=False does not work with soap"),
+        ({"muon_offload": "CPU"}, "--muon-offload CPU does not exist"),
+        ({"matrix_optimizer_args": ["lr=0.5"]}, "lr=0.5 is not the class's"),
+        ({"soap_precondition_frequency": 10}, "takes no precondition_frequency"),
+    ],
+)
+def test_configs_of_scripts_are_refused_likewise(
+    ranks: Pool, settings: dict[str, Any], words: str
+) -> None:
+    assert words in ranks(1, in_a_config, settings=settings)[0]
+
+
 def test_lion_exchanges_nothing(training: Trainings) -> None:
     run = training("--optimizer", "lion", *UNDER, "optim_grads_params", "--save", "lion").checked()
     assert "megatron-muon: plan" not in run.output
@@ -522,6 +568,7 @@ def test_lion_exchanges_nothing(training: Trainings) -> None:
         ("--optimizer muon --matrix-optimizer-args bogus=1", "needs --optimizer soap"),
         ("--optimizer muon --matrix-optimizer soap", "name two optimizers"),
         ("--matrix-optimizer scion", "--matrix-optimizer scion reads weights"),
+        ("--optimizer lion --muon-offload cpu", "lion exchanges nothing"),
     ],
 )
 def test_flags_that_do_not_apply_are_refused_by_name(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megatron_muon import Sharded
 from megatron_muon.core.methods.candidate import Candidate, find
 from megatron_muon.core.methods.owner import OwnerMethod
+from megatron_muon.core.methods.rehearsal import approve
 from megatron_muon.core.slices import BlockKind
 from megatron_muon.errors import UserError
 from tests.unit.test_plan_command import planned
@@ -54,6 +55,55 @@ class KeepsFloat(Halved):
         self.state[p]["share"] = self.state[p].get("share", 0.1) * 1.1
 
 
+class OwnBuffers(Halved):
+    def __init__(self, params: Any, lr: float = 1.0) -> None:
+        super().__init__(params, lr)
+        self.buffers: dict[Tensor, Tensor] = {}
+
+    def change(self, p: Tensor, group: Any) -> None:
+        buffer = self.buffers.setdefault(p, torch.zeros_like(p))
+        p.sub_(group["lr"] * buffer.mul_(0.9).add_(p.grad))  # type: ignore[arg-type]
+
+
+class Rebinds(Halved):
+    def change(self, p: Tensor, group: Any) -> None:
+        p.data = p.data - group["lr"] * p.grad  # type: ignore[operator]
+
+
+class SquaresRate(Halved):
+    def change(self, p: Tensor, group: Any) -> None:
+        p.sub_(group["lr"] ** 2 * p.grad)
+
+
+class MeansOfAll(Halved):
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        members = self.param_groups[0]["params"]
+        size = sum(p.grad.norm() for p in members)
+        for p in members:
+            p.sub_(self.param_groups[0]["lr"] * p.grad / size)
+
+
+class MadeAtOnce(Halved):
+    def __init__(self, params: Any, lr: float = 1.0) -> None:
+        super().__init__(params, lr)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["seen"] = 0
+
+
+class Swaps(Halved):
+    """Two slots change places, and one is transposed, in each step."""
+
+    def change(self, p: Tensor, group: Any) -> None:
+        state = self.state[p]
+        if not state:
+            state.update(a=torch.zeros_like(p), b=torch.zeros_like(p), c=torch.zeros_like(p.mT))
+        state["a"].add_(p.grad)  # type: ignore[arg-type]
+        state["c"] = state["a"].mT.contiguous() if state["c"].sum() == 0 else state["c"] * 0.5
+        p.sub_(group["lr"] * (state["a"] - 0.5 * state["b"] + state["c"].mT))
+        state["a"], state["b"] = state["b"], state["a"]
+
+
 class Fails(Halved):
     def change(self, p: Tensor, group: Any) -> None:
         raise LookupError("no such row")
@@ -88,12 +138,21 @@ def test_a_class_that_reads_weights_is_refused(name: str) -> None:
         (OutsideState, "OutsideState keeps state outside of optimizer.state"),
         (ReadsWeights, "ReadsWeights reads weights"),
         (KeepsFloat, "KeepsFloat keeps share of <class 'float'>"),
-        (Fails, "Fails fails on a block: no such row"),
+        (OwnBuffers, "OwnBuffers gives other updates with new instances"),
+        (Rebinds, "Rebinds gives other updates"),
+        (SquaresRate, "SquaresRate gives other updates with .*another learning rate"),
+        (MeansOfAll, "MeansOfAll gives other updates if it steps several blocks"),
+        (MadeAtOnce, "MadeAtOnce makes state before its first step"),
+        (Fails, "Fails fails on a block of 4 x 3: no such row"),
     ],
 )
 def test_a_users_class_is_tried(made: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        _ = find(made, {}).trial
+        approve(find(made, {}))
+
+
+def test_slots_that_a_class_exchanges_are_kept_apart() -> None:
+    assert approve(find(Swaps, {})).trial.slots == ["a", "b", "c"]
 
 
 def test_names_that_are_none_are_refused() -> None:
@@ -101,10 +160,16 @@ def test_names_that_are_none_are_refused() -> None:
         ("bogus", "is not an optimizer of emerging-optimizers.*psgd_pro"),
         ("muon", "has an implementation of its own"),
         ("torch.optim:Nothing", "cannot be imported"),
+        (":Adam", "cannot be imported"),
+        (".x:Y", "cannot be imported"),
         (nn.Linear, "nor a class of torch.optim.Optimizer"),
     ):
         with pytest.raises(UserError, match=words):
             find(given, {})  # type: ignore[arg-type]
+    for name in ("lr", "weight_decay", "weight_decay_method"):
+        with pytest.raises(UserError, match=f"{name}=1 is not the class's"):
+            find("soap", {name: 1})
+    assert find(type("adamw", (Halved,), {}), {}).name != "adamw"
     with pytest.raises(UserError, match=r"bogus.*it takes betas"):
         _ = find("soap", {"bogus": 1}).trial
 
@@ -113,11 +178,13 @@ def test_only_psgd_draws_random_numbers() -> None:
     assert {name for name in TAKEN if find(name, {}).trial.is_random} == {"psgd_pro"}
 
 
-def test_a_trial_leaves_the_programs_random_numbers() -> None:
+def test_a_trial_leaves_the_programs_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of GPUs, which torch.manual_seed would seed too."""
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
-    candidate = find("psgd_pro", {})
+    monkeypatch.setattr(torch, "manual_seed", None)
+    candidate = approve(find("psgd_pro", {}))
     assert candidate.trial.is_random
     assert candidate.operations(30, 20)
     assert candidate.state_of((6, 5))

@@ -26,9 +26,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_muon.errors import SettingError, reason_of
 
+OURS = ("lr", "weight_decay", "weight_decay_method")
+"""Arguments that the ranks with the rows apply; the class gets 1 and no decay."""
+
 OWN = ("muon", "adaptive_muon", "muon_hyperball")
 """Names of emerging-optimizers for which this package has methods and rules of its own."""
 
+_CPU = torch.device("cpu")
 _SHAPE = (4, 3)
 _STORED = (int, bool, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 """Types of state that checkpoints hold in fp32: whole numbers up to 2^24."""
@@ -79,20 +83,20 @@ class Candidate:
     make: type[Optimizer]
     arguments: Mapping[str, Any]
 
-    def optimizer(self, parameters: Sequence[Tensor]) -> Optimizer:
-        """The class on these parameters: its updates are what it subtracts from them.
+    def optimizer(self, parameters: Sequence[Tensor], lr: float = 1.0) -> Optimizer:
+        """The class on these parameters; with `lr` of 1 updates are the values that it subtracts.
 
         Raises:
             SettingError: the class does not take the arguments.
         """
-        given = {**self.arguments, "lr": 1.0}
+        given = {**self.arguments, "lr": lr}
         if "weight_decay" in inspect.signature(self.make).parameters:
             given["weight_decay"] = 0.0
         try:
             return self.make(parameters, **given)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # a user's class may raise anything
             if not self.arguments:
-                raise _refusal(self, f"refuses a matrix of zeros: {error}") from None
+                raise refusal(self.name, f"refuses a matrix of zeros: {error}") from None
             takes = ", ".join(sorted(_arguments_of(self.make)))
             raise SettingError(
                 "matrix_optimizer_args",
@@ -119,11 +123,11 @@ class Candidate:
         factor = max(1.0, max(rows, cols) / _COUNTED_SIDE)
         shape = max(1, round(rows / factor)), max(1, round(cols / factor))
         counter = FlopCounterMode(display=False, custom_mapping=_formulas())
-        with _alone():
+        with alone():
             block = _Block(self, torch.zeros(shape))
-            block.step(_gradient(shape, 0))
+            block.step(0)
             with counter:
-                block.step(_gradient(shape, 1))
+                block.step(1)
         return max(rows * cols, round(counter.get_total_flops() * factor**3))
 
     @functools.cache  # noqa: B019  # there are few
@@ -133,15 +137,16 @@ class Candidate:
         Raises:
             SettingError: it makes its state where a meta tensor cannot follow.
         """
-        with _alone():
+        with alone():
             block = _Block(self, torch.zeros(shape, device="meta"))
+            block.parameter.grad = torch.zeros_like(block.parameter)
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 # one that reads a number of the device ends here, after it has made its state
-                block.step(torch.zeros_like(block.parameter))
+                block.optimizer.step()
         leaves, tree = _leaves_of(block.state)
         if [leaf.slot for leaf in leaves] != self.trial.slots:
             reason = "does not make its state before it reads numbers of the device"
-            raise _refusal(self, reason)
+            raise refusal(self.name, reason)
         return leaves, tree
 
 
@@ -149,6 +154,7 @@ class _Block:
     """One block of a class: its parameter and state."""
 
     def __init__(self, candidate: Candidate, values: Tensor) -> None:
+        self.name = candidate.name
         self.parameter = values.float()
         self.optimizer = candidate.optimizer([self.parameter])
 
@@ -157,11 +163,20 @@ class _Block:
         """As the class has it."""
         return dict(self.optimizer.state.get(self.parameter, {}))
 
-    def step(self, gradient: Tensor) -> Tensor:
-        """Return the update for a gradient."""
+    def step(self, seed: int) -> Tensor:
+        """Return the update for a random gradient.
+
+        Raises:
+            SettingError: the class fails; it may raise anything.
+        """
         before = self.parameter.clone()
-        self.parameter.grad = gradient
-        self.optimizer.step()
+        self.parameter.grad = random_gradient(self.parameter.shape, seed)
+        try:
+            self.optimizer.step()
+        except Exception as error:
+            shape = " x ".join(map(str, self.parameter.shape))
+            reason = f"fails on a block of {shape}: {reason_of(error)}"
+            raise refusal(self.name, reason) from error
         return before.sub_(self.parameter)
 
 
@@ -177,43 +192,38 @@ class Trial:
     """
 
     def __init__(self, candidate: Candidate) -> None:
-        with _alone():
-            torch.manual_seed(0)
+        with alone():
             block = _Block(candidate, torch.zeros(_SHAPE))
+            if block.state:
+                raise refusal(candidate.name, "makes state before its first step")
             settings = _settings(block.optimizer)
-            before = torch.get_rng_state()
-            updates = self._two_steps(candidate, block)
-            self.is_random = not torch.equal(before, torch.get_rng_state())
+            with seeded(0, _CPU):
+                before = torch.get_rng_state()
+                updates = [block.step(seed) for seed in range(2)]
+                self.is_random = not torch.equal(before, torch.get_rng_state())
             if _settings(block.optimizer) != settings:
-                raise _refusal(
-                    candidate, "keeps state outside of optimizer.state, which no checkpoint has"
+                raise refusal(
+                    candidate.name,
+                    "keeps state outside of optimizer.state, which no checkpoint has",
                 )
-            torch.manual_seed(0)
-            other = _Block(candidate, 1.0 + _gradient(_SHAPE, 2).abs())
-            moved = self._two_steps(candidate, other)
+            other = _Block(candidate, 1.0 + random_gradient(_SHAPE, 2).abs())
+            with seeded(0, _CPU):
+                moved = [other.step(seed) for seed in range(2)]
         if not all(map(_is_close, updates, moved)):
-            raise _refusal(
-                candidate, "reads weights: its update of them is not that of a matrix of zeros"
+            raise refusal(
+                candidate.name, "reads weights: its update of them is not that of a matrix of zeros"
             )
         found, _ = _leaves_of(block.state)
         self.slots = [leaf.slot for leaf in found]
         for leaf in found:
             if leaf.dtype not in _STORED:
-                raise _refusal(
-                    candidate, f"keeps {leaf.slot} of {leaf.dtype}, which fp32 cannot hold"
+                raise refusal(
+                    candidate.name, f"keeps {leaf.slot} of {leaf.dtype}, which fp32 cannot hold"
                 )
-
-    @staticmethod
-    def _two_steps(candidate: Candidate, block: _Block) -> list[Tensor]:
-        """The updates of two steps; a class may raise anything."""
-        try:
-            return [block.step(_gradient(_SHAPE, step)) for step in range(2)]
-        except Exception as error:
-            raise _refusal(candidate, f"fails on a block: {reason_of(error)}") from error
 
 
 def _is_close(one: Tensor, other: Tensor) -> bool:
-    """Updates that differ by the rounding of weights alone."""
+    """True for updates that differ by the rounding of weights alone."""
     return bool((one - other).norm() <= 1e-4 * (1.0 + one.norm()))
 
 
@@ -223,18 +233,20 @@ def _settings(optimizer: Optimizer) -> list[Any]:
     return [value for value in values.values() if isinstance(value, (bool, int, float))]
 
 
-def _refusal(candidate: Candidate, reason: str) -> SettingError:
+def refusal(name: str, reason: str) -> SettingError:
+    """The error for a class that cannot run on owners."""
     return SettingError(
         "matrix_optimizer",
-        candidate.name,
+        name,
         reason,
         "use soap, rekls, polargrad, mop, psgd_pro, or another whose update depends on gradients",
     )
 
 
-def _gradient(shape: tuple[int, int], seed: int) -> Tensor:
+def random_gradient(shape: Sequence[int], seed: int) -> Tensor:
+    """Normal numbers, fp32, on the CPU."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float32)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
 
 
 def _formulas() -> dict[Any, Any]:
@@ -251,7 +263,7 @@ def _formulas() -> dict[Any, Any]:
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """Run small blocks without gradients, compilers, or traces in torch's random numbers."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]), eager(), torch.device("cpu"):
         yield
@@ -267,9 +279,12 @@ def eager() -> Iterator[None]:
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Draw torch's random numbers from `seed`, and leave those of the program as they were."""
-    devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
+    is_cpu = device.type == "cpu"
+    with torch.random.fork_rng(devices=[] if is_cpu else [device]):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every GPU
+        if not is_cpu:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
         yield
 
 
@@ -278,7 +293,7 @@ def _leaves_of(state: Mapping[str, Any]) -> tuple[tuple[Leaf, ...], TreeSpec]:
     values, tree = tree_flatten_with_path(dict(state))
     found = []
     for path, value in values:
-        slot = "_".join(part.strip("'\"") for part in keystr(path).strip("[]").split("]["))
+        slot = _slot_of(path)
         if isinstance(value, Tensor):
             on_host = value.ndim == 0 and value.device.type == "cpu"
             found.append(Leaf(slot, tuple(value.shape), value.dtype, on_host))
@@ -287,21 +302,38 @@ def _leaves_of(state: Mapping[str, Any]) -> tuple[tuple[Leaf, ...], TreeSpec]:
     return tuple(found), tree
 
 
+def values_by_slot(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The values in a block's state."""
+    return {_slot_of(path): value for path, value in tree_flatten_with_path(dict(state))[0]}
+
+
+def _slot_of(path: Any) -> str:
+    return "_".join(part.strip("'\"") for part in keystr(path).strip("[]").split("]["))
+
+
 def find(given: str | type[Optimizer], arguments: Mapping[str, Any]) -> Candidate:
     """The class of a name of emerging-optimizers, of `module:Class`, or as it is.
 
     Raises:
-        SettingError: there is none, or this package has a method of its own for it.
+        SettingError: there is none, this package has a method of its own for it, or an argument is
+            this package's.
     """
+    for name in arguments:
+        if name in OURS:
+            raise SettingError(
+                "matrix_optimizer_args",
+                f"{name}={arguments[name]}",
+                "is not the class's: the ranks with the rows apply rate and decay",
+                "set the learning rate and weight decay of the run",
+            )
     names = _registered()
     if isinstance(given, str) and ":" in given:
         module, _, attribute = given.partition(":")
         try:
             made = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise SettingError(
-                "matrix_optimizer", given, f"cannot be imported: {error}", "give module:Class"
-            ) from None
+        except Exception as error:  # of any module
+            why = f"cannot be imported: {reason_of(error)}"
+            raise SettingError("matrix_optimizer", given, why, "give module:Class") from error
     else:
         made = names.get(given.lower()) if isinstance(given, str) else given
     is_class = isinstance(made, type) and issubclass(made, Optimizer)
@@ -314,6 +346,8 @@ def find(given: str | type[Optimizer], arguments: Mapping[str, Any]) -> Candidat
         )
     by_class = {each: name for name, each in names.items()}
     name = by_class.get(made, made.__name__)
+    if made not in by_class and name.lower() in (*names, "adamw"):
+        name = f"{made.__module__}.{name}"
     if name in OWN:
         raise SettingError(
             "matrix_optimizer", name, "has an implementation of its own here", "use Muon's settings"
@@ -332,4 +366,4 @@ def _registered() -> dict[str, type[Optimizer]]:
 
 
 def _arguments_of(made: type[Optimizer]) -> set[str]:
-    return set(inspect.signature(made).parameters) - {"params", "lr", "weight_decay"}
+    return set(inspect.signature(made).parameters) - {"params", *OURS}

@@ -19,14 +19,17 @@ from typing import Any, ClassVar, override
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from megatron_muon.core.cost import TOGETHER
-from megatron_muon.core.methods.candidate import Candidate, Leaf, eager, seeded
+from megatron_muon.core.methods.candidate import Candidate, Leaf, eager, seeded, values_by_slot
 from megatron_muon.core.methods.method import UPDATES, BlockState, Method, Work
 from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.slices import BlockKind, BlockSlice
 from megatron_muon.core.teams import TeamGroup
+
+LEAST_FACTOR = 2.0**-51
+"""Of blocks with a largest magnitude up to 2^50, about 1e15; larger ones count as not finite."""
 
 _HOST = torch.device("cpu")
 
@@ -36,16 +39,18 @@ def shape_of(kind: BlockKind) -> tuple[int, int]:
     return (kind.longer, kind.smaller) if kind.is_tall else (kind.smaller, kind.longer)
 
 
+def _is_view(value: Tensor, stored: Tensor) -> bool:
+    """True if a tensor has the memory and the order of elements of another."""
+    return value.data_ptr() == stored.data_ptr() and value.stride() == stored.stride()
+
+
 class OwnerMethod(Method):
     """Runs a class of optimizers on whole blocks.
 
     Args:
-        candidate: the class with its arguments; it is tried here.
+        candidate: the class with its arguments, as `rehearsal.approve` returns it.
         device: of stacks.
         keeps_on_host: state is in host memory between steps.
-
-    Raises:
-        SettingError: the class cannot be used; see `candidate.Trial`.
     """
 
     takes_momentum: ClassVar[bool] = False
@@ -144,14 +149,15 @@ class OwnerMethod(Method):
         blocks = stack.mT if kind.is_tall else stack
         parameters = work.take("parameters", shape, torch.float32).zero_()
         gradients = work.take("gradients", shape, torch.float32).copy_(blocks)
-        is_finite = (factors == factors).view(-1).tolist()
+        # of larger gradients squares would overflow; NaN is not more than anything
+        is_finite = (factors >= LEAST_FACTOR).view(-1).tolist()
         numbers = [number for number, is_updated in enumerate(is_finite) if is_updated]
         if numbers:
             self._step(parameters, gradients, numbers, kind, state)
         updates = parameters.neg_()
         sums = updates.sum(dim=(1, 2), keepdim=True)
         blocks.copy_(updates)
-        is_lost = factors.isnan() | ~sums.isfinite()
+        is_lost = ~((factors >= LEAST_FACTOR) & sums.isfinite())
         stack.masked_fill_(is_lost, torch.nan)
 
     def _step(
@@ -173,7 +179,7 @@ class OwnerMethod(Method):
             if state[UPDATES][number]:
                 optimizer.state[parameter] = self._read(kind, state, number)
         optimizer.param_groups[0]["params"] = members
-        with self._random_numbers_of(state, numbers):
+        with self.random_numbers_of(state, numbers):
             optimizer.step()
         for number, parameter in zip(numbers, members, strict=True):
             self._write(kind, state, number, optimizer.state[parameter])
@@ -184,7 +190,7 @@ class OwnerMethod(Method):
     def _optimizer_of(self, kind: BlockKind) -> Optimizer:
         shape = shape_of(kind)
         if shape not in self._optimizers:
-            parameter = torch.zeros(1, device=self.device)
+            parameter = torch.zeros(shape, dtype=torch.float32, device=self.device)
             self._optimizers[shape] = self.candidate.optimizer([parameter])
         return self._optimizers[shape]
 
@@ -203,14 +209,27 @@ class OwnerMethod(Method):
 
     def _write(self, kind: BlockKind, state: BlockState, number: int, found: Any) -> None:
         """Keep the state of a block after a step."""
-        for leaf, value in zip(self._leaves(kind), tree_leaves(dict(found)), strict=True):
+        values = values_by_slot(found)
+        memory = {state[slot].untyped_storage().data_ptr() for slot in values}
+        for slot, value in values.items():
+            if not isinstance(value, Tensor) or _is_view(value, state[slot][number]):
+                continue
+            # one that the class has moved to another slot, or transposed
+            if value.untyped_storage().data_ptr() in memory:
+                values[slot] = value.clone()
+        for leaf in self._leaves(kind):
             stored = state[leaf.slot][number]
+            value = values[leaf.slot]
             if not isinstance(value, Tensor):
                 stored.fill_(value)
-            elif value.data_ptr() != stored.data_ptr():
+            elif not _is_view(value, stored):
                 stored.copy_(value, non_blocking=True)
 
-    def _random_numbers_of(
+    def forget(self) -> None:
+        """Make instances of the class anew; state of blocks stays."""
+        self._optimizers.clear()
+
+    def random_numbers_of(
         self, state: BlockState, numbers: Sequence[int]
     ) -> AbstractContextManager[None]:
         """The random numbers of a block's next update, the same on any rank; for classes that draw."""

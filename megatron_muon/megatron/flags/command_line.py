@@ -159,9 +159,10 @@ def check_settings(
     check_numbers(args)
     check(CheckedRun(args, on_cpu=device == "cpu"), is_training=True)
     if args.use_megatron_fsdp and is_class(args.optimizer):
+        from megatron_muon.core.methods.rehearsal import approve
         from megatron_muon.megatron.matrix_optimizer import candidate_of
 
-        _ = candidate_of(args).trial
+        approve(candidate_of(args))
     if check_data:
         require_data(args)
     if args.load and writes:

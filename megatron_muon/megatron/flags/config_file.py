@@ -36,7 +36,7 @@ import yaml
 from megatron_muon import shipped
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.flag_names import did_you_mean
-from megatron_muon.megatron.flags.refusals import ITERATION, MUONS, is_class
+from megatron_muon.megatron.flags.refusals import ADAPTIVE, ITERATION, MUONS, OF_MUON, is_class
 from megatron_muon.settings import flag_of
 
 ENV_KEY = "ENV_VARS"
@@ -158,7 +158,7 @@ def of_muon(config: ExperimentConfig, user_argv: Sequence[str]) -> list[str]:
     given, _ = early.parse_known_args(list(user_argv))
     if not (given.matrix_optimizer or is_class(given.optimizer)):
         return []
-    names = {flag_of(name) for name in ITERATION}
+    names = {flag_of(name) for name in (*ITERATION, *OF_MUON, *ADAPTIVE)}
     if given.matrix_optimizer:
         names.add("--optimizer")
     return [flag for flag, _ in config.flags if flag in names]

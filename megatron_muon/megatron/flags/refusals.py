@@ -54,6 +54,15 @@ OF_OFFLOAD = (
     "muon_offload_buffer_mb",
     "muon_ns_device",
 )
+OF_EXCHANGE = (
+    "matrix_optimizer_args",
+    "muon_exchange",
+    "muon_exchange_dtype",
+    "muon_exchange_buffer_mb",
+    "muon_free_buffers",
+    "muon_offload",
+    "muon_cautious_weight_decay",
+)
 OF_MUON = (
     "muon_team_size",
     "muon_ns",
@@ -179,6 +188,14 @@ def _rules(run: CheckedRun, is_training: bool) -> Rules:
     if not (run.use_megatron_fsdp and run.is_ours):
         yield from _without_muon(run)
         return
+    for name in FIELDS:  # argparse refuses these by itself
+        value, choices = getattr(run, name), choices_of(name)
+        is_unknown = choices and value not in choices
+        others = ", ".join(choices)
+        yield is_unknown, f"{flag_of(name)} {{0.{name}}} does not exist; use {others}"
+    if run.qk_clip:
+        for name in ("qk_clip_alpha", "qk_clip_threshold"):
+            check_number(name, getattr(run, name))
     if run.is_class:
         yield from _of_class(run)
         return
@@ -188,14 +205,6 @@ def _rules(run: CheckedRun, is_training: bool) -> Rules:
     )
     check_iteration(iteration_of(run))
     check_steps_for(iteration_of(run), steps_for(run))
-    if run.qk_clip:
-        for name in ("qk_clip_alpha", "qk_clip_threshold"):
-            check_number(name, getattr(run, name))
-    for name in FIELDS:  # argparse refuses these by itself
-        value, choices = getattr(run, name), choices_of(name)
-        is_unknown = choices and value not in choices
-        others = ", ".join(choices)
-        yield is_unknown, f"{flag_of(name)} {{0.{name}}} does not exist; use {others}"
     yield from _conflicts(run)
     yield from _without_effect(run)
     yield from _blocks(run)
@@ -235,6 +244,11 @@ def _of_optimizer(run: CheckedRun) -> Rules:
         "--optimizer dist_muon, megatron-core's layer-wise Muon, does not work on Megatron-FSDP's"
         " shards; use muon",
     )
+    yield (
+        run.is_ours and run.matrix_optimizer not in (None, run.optimizer),
+        "--matrix-optimizer {0.matrix_optimizer} and --optimizer {0.optimizer} name two optimizers"
+        " for matrices; in a config set optimizer alone",
+    )
     for flag in run.given(ADAPTIVE):
         needs = f"{flag} needs --optimizer adaptive_muon; add it or leave {flag} out"
         yield not run.is_adaptive, needs
@@ -263,6 +277,13 @@ def _of_class(run: CheckedRun) -> Rules:
         "no_shard with tensor parallel size {0.largest_tp} does not work with {0.optimizer}: no"
         " rank has whole matrices; use optim, optim_grads or optim_grads_params",
     )
+    yield (
+        run.get("decoupled_weight_decay") is False,
+        "decoupled_weight_decay=False does not work with {0.optimizer}; leave it out",
+    )
+    if run.optimizer == LION:
+        for flag in run.given(OF_EXCHANGE):
+            yield True, f"{flag} has no effect here: lion exchanges nothing; leave it out"
     yield from _conflicts(run)
     yield from _without_effect(run)
 
@@ -405,6 +426,8 @@ def settle_matrix_optimizer(args: Any) -> None:
     name = args.matrix_optimizer
     if name is None:
         return
+    if ":" not in name:
+        name = args.matrix_optimizer = name.lower()
     if args.optimizer not in ("adam", name):
         raise UserError(
             f"--matrix-optimizer {name} and --optimizer {args.optimizer} name two optimizers for"

@@ -32,7 +32,7 @@ from megatron_muon.errors import UserError, quiet_imports
 from megatron_muon.megatron import prepare
 from megatron_muon.megatron.flags import command_line as arguments
 from megatron_muon.megatron.flags.config_file import given_flags, load_config, merge
-from megatron_muon.megatron.flags.refusals import MEGATRONS
+from megatron_muon.megatron.flags.refusals import LION, MEGATRONS
 from megatron_muon.megatron.model import matrices as mp
 from megatron_muon.megatron.model.gpt import gpt_config
 from megatron_muon.megatron.model.matrices import muon_matrices, restore_attributes, tag_for_muon
@@ -62,6 +62,8 @@ _PLANNED = {
     "hybrid_layer_pattern": (None,),
     "pipeline_model_parallel_size": (1,),
 }
+_NO_EXCHANGE = f"--optimizer {LION} exchanges nothing, so there is nothing to plan; leave it out"
+
 """Values of settings that can be planned."""
 
 
@@ -102,6 +104,8 @@ def _arguments(
     args = arguments.parse(
         parser, (*arguments.missing_defaults(parser, line, device=device), *line)
     )
+    if args.optimizer == LION:
+        raise UserError(_NO_EXCHANGE)
     for name, planned in _PLANNED.items():
         value = getattr(args, name)
         if value not in planned:
