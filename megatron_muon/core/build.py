@@ -240,11 +240,12 @@ def _team_rules(
     alone = [type(rule).__name__ for rule in rules if rule.normalize is not None]
     if not (method.serves_teams or method.has_state):
         alone.append(type(method).__name__)
-    if alone and size > 1:
+    needs_whole = [*alone, *([type(method).__name__] if method.has_state else [])]
+    if needs_whole and size > 1:
         raise SettingError(
             "muon_team_size",
             size,
-            f"cannot be: {alone[0]} works on whole matrices, which no rank of a team has",
+            f"cannot be: {needs_whole[0]} works on whole matrices, which no rank of a team has",
             "use 1",
         )
     return team_rules(method, nodes_of(group), 1 if alone else size)
