@@ -185,7 +185,7 @@ LAYOUTS: dict[str, tuple[int, tuple[int, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", wide_but(["tp", "host"], LAYOUTS))
+@pytest.mark.parametrize("layout", wide_but(["tp"], LAYOUTS))
 def test_ten_steps_equal_the_class_on_whole_matrices(ranks: Pool, layout: str) -> None:
     """Also with the same bits on each layout, as blocks are the same."""
     size, mesh, settings = LAYOUTS[layout]

@@ -132,7 +132,10 @@ def own_loop(rank: int, world_size: int, *, settings: dict[str, Any]) -> list[st
     "settings",
     [
         {"muon_momentum_dtype": "bf16"},
-        {**FOR_CLASSES, "optimizer": "soap", "matrix_optimizer_args": ["use_kl_shampoo=False"]},
+        pytest.param(
+            {**FOR_CLASSES, "optimizer": "soap", "matrix_optimizer_args": ["use_kl_shampoo=False"]},
+            marks=pytest.mark.wide,
+        ),
     ],
 )
 def test_a_loop_of_ones_own_trains_as_with_this_packages_factory(
