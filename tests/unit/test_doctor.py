@@ -74,6 +74,18 @@ def test_a_sound_checkpoint(write):
     assert "missing state" not in found
 
 
+def test_a_class_has_one_state_of_two_halves(write):
+    """SOAP's state of a gated projection was reported as missing."""
+    optimizer = state()["optimizer"]
+    prefix = "module.module."
+    for half in ("_w", "_v"):
+        del optimizer["state"][f"{prefix}{FC1}{half}"]
+    optimizer["state"][f"{prefix}{FC1}"] = {"update_count": torch.ones(2), "L": torch.ones(8)}
+    found = findings(write(optimizer=optimizer))
+    assert found["optimizer state"] == ("ok", "of these, L+update_count has 1, adam has 1")
+    assert "missing state" not in found
+
+
 def test_missing_momentum_and_weights_alone(write):
     optimizer = state()["optimizer"]
     del optimizer["state"][f"module.module.{FC1}_v"]

@@ -72,6 +72,20 @@ def test_each_layer_wins_over_those_before_it_and_is_shown(requested):
     assert " ".join(train.torchrun(experiment)).endswith(places)
 
 
+@pytest.mark.parametrize(
+    "named", ["--optimizer soap", "--matrix-optimizer mop --matrix-optimizer-args momentum=0.8"]
+)
+def test_muons_flags_of_a_file_do_not_reach_another_optimizer(requested, named):
+    """The file that `train` writes had them again, and ranks refused them as typed."""
+    muon = "  --optimizer: muon\n  --use-megatron-fsdp: true\n  --muon-nesterov: true\n"
+    Path("run.yaml").write_text(MODEL + muon)
+    experiment = resolve.resolve(requested(f"--config run.yaml --nproc 1 --out o {named}"))
+    flags = {setting.flag for setting in experiment.settings}
+    assert "--muon-nesterov" not in flags
+    assert ("--optimizer" in flags) is named.startswith("--optimizer")
+    assert experiment.args.optimizer == named.split()[1]
+
+
 PLACED = "--tensorboard-dir o/tensorboard --save o/checkpoints"
 AT_THE_END = "--save-interval 1000000000 --exit-signal-handler"
 

@@ -172,7 +172,8 @@ def checkpoint(directory: Path) -> Iterator[Finding]:
     else:
         yield Finding("optimizer state", NOTE, "none: load it with --no-load-optim")
     known = {content.plain(name) for name in content.optimized(entries)}
-    without = weights - optimizers.keys()
+    # of a fused projection, whose weights are two halves, a class has one state
+    without = {name for name in weights if content.whole_name(name, optimizers) not in optimizers}
     missing = {weight for weight in without if content.whole_name(weight, known) in known}
     if "adam" in optimizers.values():
         # Adam's state without the second moment is that of Lion
