@@ -92,7 +92,8 @@ class Passes:
 
         momentum <- lerp(momentum, gradient, 1 - share); what is orthogonalized is
         lerp(gradient, momentum, share), Nesterov's look-ahead, or momentum. A method that takes no
-        momentum gets gradients. Of a matrix that some rank cannot update each shard's first element becomes NaN, so that no rank updates it.
+        momentum gets gradients. Of a matrix that some rank cannot update each shard's first element
+        becomes NaN, so that no rank updates it.
         """
         for chunk in wave.chunks:
             with self._probe.phase("momentum"), self.rows.beside.prepare(chunk):

@@ -31,7 +31,7 @@ from megatron_muon.fsdp.assembly import Beside, Variant, make_part
 from megatron_muon.fsdp.part import ViewedParameter, view_parameters
 from megatron_muon.matrices.cuts import layout_of
 from megatron_muon.matrices.views import Matrices
-from megatron_muon.megatron.flags.refusals import is_class
+from megatron_muon.megatron.flags.named_optimizer import is_class
 from megatron_muon.megatron.matrix_optimizer import candidate_of
 from megatron_muon.megatron.model import matrices as mp
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig

@@ -39,7 +39,8 @@ from megatron_muon.matrices.views import Matrices
 from megatron_muon.megatron.attention_logits import AttentionLogits
 from megatron_muon.megatron.builder import build_muon
 from megatron_muon.megatron.chained import MuonChainedOptimizer
-from megatron_muon.megatron.flags.refusals import LION, is_class, logits_flag
+from megatron_muon.megatron.flags.named_optimizer import LION, is_class
+from megatron_muon.megatron.flags.refusals import logits_flag
 from megatron_muon.megatron.main_weights import MainWeights
 from megatron_muon.megatron.model import matrices as mp
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig, check_supported, with_settings

@@ -9,7 +9,7 @@ import torch
 
 from megatron_muon import cpu
 from megatron_muon.core.rows import MOMENTUM
-from megatron_muon.megatron.flags.refusals import LION, is_class
+from megatron_muon.megatron.flags.named_optimizer import LION, is_class
 from megatron_muon.megatron.sharded_muon import ShardedMuon
 from megatron_muon.offload.store import DEVICE, HOST, PLACES, RecordStore
 from megatron_muon.ranks import numbers_of_all_ranks, say

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from megatron_muon.errors import UserError
-from tests.functional.test_matrix_optimizers import FOR_CLASSES
+from tests.functional.test_megatron_matrix_optimizers import FOR_CLASSES
 from tests.support import cli, model
 from tests.support.case import Case, batches
 from tests.support.cases import MOE

@@ -158,7 +158,7 @@ def test_slots_that_a_class_exchanges_are_kept_apart() -> None:
 def test_names_that_are_none_are_refused() -> None:
     for given, words in (
         ("bogus", "is not an optimizer of emerging-optimizers.*psgd_pro"),
-        ("muon", "has an implementation of its own"),
+        ("muon", "is implemented by this package"),
         ("torch.optim:Nothing", "cannot be imported"),
         (":Adam", "cannot be imported"),
         (".x:Y", "cannot be imported"),
@@ -169,6 +169,8 @@ def test_names_that_are_none_are_refused() -> None:
     for name in ("lr", "weight_decay", "weight_decay_method"):
         with pytest.raises(UserError, match=f"{name}=1 is not the class's"):
             find("soap", {name: 1})
+    with pytest.raises(UserError, match="use_kl_shampoo=no is neither True nor False"):
+        find("soap", {"use_kl_shampoo": "no"})
     assert find(type("adamw", (Halved,), {}), {}).name != "adamw"
     with pytest.raises(UserError, match=r"bogus.*it takes betas"):
         _ = find("soap", {"bogus": 1}).trial
@@ -234,6 +236,26 @@ def test_a_torch_optimizer_on_blocks_is_the_same_as_on_parameters(
         theirs.step()
     for p, q in zip(one.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["soap", "psgd_pro"])
+def test_a_gradient_whose_squares_overflow_is_skipped(name: str) -> None:
+    """SOAP's owner failed to find eigenvectors while the other ranks waited; PSGD kept NaN."""
+    one, other = model(), model()
+    optimizers = []
+    for each in (one, other):
+        optimizers.append(Sharded(name, each.named_parameters(), lr=0.1, matrices=["*"]))
+    for step, scale in enumerate((1.0, 1e20, 1.0)):
+        for each, optimizer in zip((one, other), optimizers, strict=True):
+            if each is other and scale > 1.0:
+                continue
+            for p in each.parameters():
+                generator = torch.Generator().manual_seed(step)
+                p.grad = scale * torch.randn(p.shape, generator=generator)
+            optimizer.step()
+    assert set(optimizers[0].skipped_updates().values()) == {1}
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 def test_tall_and_wide_blocks_have_state_of_their_own_shapes() -> None:

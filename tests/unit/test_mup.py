@@ -72,3 +72,11 @@ def test_mup_divides_the_rates_of_adams_matrices_by_width_and_leaves_muons_alone
     alone = found(config, ours=False)  # negative control: megatron-core's own
     assert alone["layers.0.experts"]["max_lr"] == 0.002
     assert "max_lr" not in alone["layers.0.excluded"]
+
+
+def test_mup_divides_the_rate_of_a_class_by_width_as_upstream_does():
+    config = MuonOptimizerConfig(optimizer="soap", lr=0.008, min_lr=0.0008, adam_eps=1e-8)
+    ours, theirs = found(config), found(config, ours=False)
+    assert ours["layers.0.weight"]["max_lr"] == config.lr / WIDTH
+    for name in ("layers.0.weight", "output_layer.weight", "layers.0.norm"):
+        assert ours[name].get("max_lr") == theirs[name].get("max_lr"), name

@@ -30,7 +30,7 @@ OURS = ("lr", "weight_decay", "weight_decay_method")
 """Arguments that the ranks with the rows apply; the class gets 1 and no decay."""
 
 OWN = ("muon", "adaptive_muon", "muon_hyperball")
-"""Names of emerging-optimizers for which this package has methods and rules of its own."""
+"""Names of emerging-optimizers that this package implements by its methods and rules."""
 
 _CPU = torch.device("cpu")
 _SHAPE = (4, 3)
@@ -315,8 +315,8 @@ def find(given: str | type[Optimizer], arguments: Mapping[str, Any]) -> Candidat
     """The class of a name of emerging-optimizers, of `module:Class`, or as it is.
 
     Raises:
-        SettingError: there is none, this package has a method of its own for it, or an argument is
-            this package's.
+        SettingError: there is none, this package implements it, an argument is this package's, or
+            text stands for True or False.
     """
     for name in arguments:
         if name in OURS:
@@ -350,9 +350,24 @@ def find(given: str | type[Optimizer], arguments: Mapping[str, Any]) -> Candidat
         name = f"{made.__module__}.{name}"
     if name in OWN:
         raise SettingError(
-            "matrix_optimizer", name, "has an implementation of its own here", "use Muon's settings"
+            "matrix_optimizer", name, "is implemented by this package", "use Muon's settings"
         )
+    _refuse_text_for_bools(made, arguments)
     return Candidate(name, made, dict(arguments))
+
+
+def _refuse_text_for_bools(made: type[Optimizer], arguments: Mapping[str, Any]) -> None:
+    """Refuse text for an argument that is True or False: any text would be True."""
+    takes = inspect.signature(made).parameters
+    for name, value in arguments.items():
+        is_switch = name in takes and isinstance(takes[name].default, bool)
+        if is_switch and isinstance(value, str):
+            raise SettingError(
+                "matrix_optimizer_args",
+                f"{name}={value}",
+                "is neither True nor False",
+                f"type {name}=True or {name}=False",
+            )
 
 
 @functools.cache

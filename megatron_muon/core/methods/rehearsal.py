@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_muon.core.layout import Matrix
 from megatron_muon.core.methods.candidate import Candidate, alone, random_gradient, refusal
-from megatron_muon.core.methods.method import BlockState, Work
+from megatron_muon.core.methods.method import UPDATES, BlockState, Work
 from megatron_muon.core.methods.owner import OwnerMethod
 from megatron_muon.core.slices import BlockSlice, Team
 
@@ -81,11 +81,11 @@ def _alone(method: OwnerMethod, slot: BlockSlice, scale: float) -> Tensor:
     """Sum of the updates of a block by one instance of the class."""
     block = torch.zeros(_SHAPE, dtype=torch.float32)
     optimizer = method.candidate.optimizer([block], _RATE)
-    state = BlockState(update_count=torch.zeros(1))
+    state = BlockState({UPDATES: torch.zeros(1)})
     state.slots = [slot]
     for step in range(_STEPS):
         block.grad = _gradient(slot, step, scale)
         with method.random_numbers_of(state, [0]):
             optimizer.step()
-        state["update_count"] += 1
+        state[UPDATES] += 1
     return block / -_RATE

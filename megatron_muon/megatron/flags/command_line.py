@@ -19,14 +19,8 @@ from megatron_muon.checkpoint.folders import TRACKER
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.data.corpus import check_vocabulary, read_head
 from megatron_muon.megatron.flags.config_file import refuse_unknown_flags
-from megatron_muon.megatron.flags.refusals import (
-    MUONS,
-    CheckedRun,
-    check,
-    has_transformer_engine,
-    is_class,
-    settle_matrix_optimizer,
-)
+from megatron_muon.megatron.flags.named_optimizer import MUONS, is_class, settle_matrix_optimizer
+from megatron_muon.megatron.flags.refusals import CheckedRun, check, has_transformer_engine
 from megatron_muon.ranges import check_numbers, is_number
 from megatron_muon.settings import TP_MODE, LoadSettings, MuonSettings, RunSettings, word_as_flags
 

@@ -36,7 +36,8 @@ import yaml
 from megatron_muon import shipped
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.flag_names import did_you_mean
-from megatron_muon.megatron.flags.refusals import ADAPTIVE, ITERATION, MUONS, OF_MUON, is_class
+from megatron_muon.megatron.flags.named_optimizer import MUONS, is_class
+from megatron_muon.megatron.flags.refusals import ADAPTIVE, ITERATION, OF_MUON
 from megatron_muon.settings import flag_of
 
 ENV_KEY = "ENV_VARS"

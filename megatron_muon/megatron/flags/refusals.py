@@ -15,6 +15,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_muon.errors import UserError
+from megatron_muon.megatron.flags.named_optimizer import LION, MEGATRONS, is_class
 from megatron_muon.proven import check_iteration, check_steps_for
 from megatron_muon.ranges import check_number
 from megatron_muon.settings import (
@@ -26,13 +27,6 @@ from megatron_muon.settings import (
     steps_for,
     word_as_flags,
 )
-
-MUONS = ("muon", "adaptive_muon")
-MEGATRONS = ("adam", "sgd", "dist_muon")
-"""Values of --optimizer that this package leaves to Megatron; others are classes for matrices."""
-
-LION = "lion"
-"""A class whose update of an element depends on that element alone: nothing is exchanged."""
 
 ITERATION = {
     "muon_momentum": (0.9, 0.95),
@@ -410,30 +404,6 @@ def _offload(run: CheckedRun) -> Rules:
         "--muon-ns-device cpu is not supported with --optimizer adaptive_muon; use accelerator, or"
         " leave it out",
     )
-
-
-def is_class(optimizer: str) -> bool:
-    """True if a value of `optimizer` names a class for matrices instead of Muon."""
-    return optimizer not in (*MEGATRONS, *MUONS)
-
-
-def settle_matrix_optimizer(args: Any) -> None:
-    """Have `optimizer` of parsed flags name the class of --matrix-optimizer.
-
-    Raises:
-        UserError: --optimizer names another.
-    """
-    name = args.matrix_optimizer
-    if name is None:
-        return
-    if ":" not in name:
-        name = args.matrix_optimizer = name.lower()
-    if args.optimizer not in ("adam", name):
-        raise UserError(
-            f"--matrix-optimizer {name} and --optimizer {args.optimizer} name two optimizers for"
-            " matrices; leave --optimizer out"
-        )
-    args.optimizer = name
 
 
 def has_transformer_engine() -> bool:

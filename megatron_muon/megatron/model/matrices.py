@@ -26,7 +26,7 @@ from megatron_muon.matrices.fused import LOOKS_FUSED
 from megatron_muon.matrices.roles import EMBEDDING, OUTPUT, role_of, why_not_muon
 from megatron_muon.matrices.table import Row
 from megatron_muon.matrices.views import Matrices, View
-from megatron_muon.megatron.flags.refusals import is_class
+from megatron_muon.megatron.flags.named_optimizer import is_class
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.patterns import matching, values_of
 from megatron_muon.ranks import new_group_of, numbers_of_all_ranks

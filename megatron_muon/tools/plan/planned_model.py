@@ -32,7 +32,7 @@ from megatron_muon.errors import UserError, quiet_imports
 from megatron_muon.megatron import prepare
 from megatron_muon.megatron.flags import command_line as arguments
 from megatron_muon.megatron.flags.config_file import given_flags, load_config, merge
-from megatron_muon.megatron.flags.refusals import LION, MEGATRONS
+from megatron_muon.megatron.flags.named_optimizer import LION, MEGATRONS
 from megatron_muon.megatron.model import matrices as mp
 from megatron_muon.megatron.model.gpt import gpt_config
 from megatron_muon.megatron.model.matrices import muon_matrices, restore_attributes, tag_for_muon
