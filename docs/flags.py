@@ -15,7 +15,7 @@ PAGE = Path(__file__).with_suffix(".md")
 HEAD = "| flag | meaning | default |\n| --- | --- | --- |\n"
 STATE = r"--muon-(offload|ns-device|momentum-dtype)"
 EXCHANGE = r"--muon-(exchange|free-buffers|team-size|share-replicated)"
-RUNNING = r"--(config|resume|device|no-verify|muon-(log|metrics|allow))"
+RUNNING = r"--(config|resume|device|no-verify|muon-(log|metrics|audit|allow))"
 SECTIONS = {"Running": RUNNING, "The exchange": EXCHANGE, "State": STATE, "The update": "--"}
 """Headings and the flags below them; a flag belongs to the first pattern that matches its name."""
 

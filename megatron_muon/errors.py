@@ -119,6 +119,10 @@ class OffloadError(RuntimeError):
     """State that could not be read or written, with its file; it is lost."""
 
 
+class AuditError(RuntimeError):
+    """A step that differs from emerging-optimizers', with the matrix, ranks and rows."""
+
+
 class RunFailedError(RuntimeError):
     """A training or measurement that failed; the message has the reason and its output."""
 

@@ -55,6 +55,7 @@ RANGES = {
     "qk_clip_alpha": Range(high=1.0, above=True, hint="0.5 scales queries and keys alike"),
     "qk_clip_threshold": Range(above=True, hint="100 is usual"),
     "muon_metrics_interval": Range(whole=True, hint="0 measures nothing"),
+    "muon_audit_interval": Range(whole=True, hint="0 audits nothing"),
     "eval_interval": Range(low=1, whole=True, hint="{eval_iters} 0 leaves validation out"),
 }
 """The ranges, by the names that the settings have in parsed flags and in MuonOptimizerConfig."""

@@ -140,6 +140,13 @@ class MuonSettings:
     """with --tensorboard-dir or --wandb-project: measure updates, orthogonality, momentum and
     phases of every K-th step, and log them under muon/; 0: never"""
 
+    muon_audit_interval: int = _field(1000, metavar="K")
+    """compare the first step after a start or load, and every K-th, with a step of one whole matrix
+    by emerging-optimizers, each time another; 0: never"""
+
+    muon_audit_action: Literal["warn", "stop"] = "warn"
+    """after an audit that found a fault: go on with a warning, or save a checkpoint and end"""
+
     muon_offload: Literal["none", "cpu", "nvme"] = "none"
     """where to keep Muon's momentum between steps: on the device, in host memory (cpu), or in files
     on a local disk (nvme); updates are bit-identical"""

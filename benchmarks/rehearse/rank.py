@@ -129,6 +129,7 @@ def run(rehearsal: Rehearsal, recorder: Recorder) -> None:
         parameters = [{"params": list(read)}]
         muon: Any = make_muon(parameters, viewed, held, config, beside, machine.DEVICE)
         part = muon.part
+        part.audit = None  # of whole matrices, on the host
         memory, plan = part.waves.memory.tensor, part.waves.plan
         members.append(wrap(muon, config, [chunk], SimpleNamespace(tp=None)))
         assert plan is not None

@@ -116,6 +116,15 @@ class Shard:
         """All ranks that hold the rectangle, in ascending order."""
         return (self.rank, *self.replicas)
 
+    def region(self, shape: Sequence[int]) -> tuple[range, range]:
+        """Its rows and columns of a tensor of the matrix's shape, or with 1 for either side."""
+        sides = []
+        for size, start, length in zip(
+            shape, self.rectangle[::2], self.rectangle[1::2], strict=True
+        ):
+            sides.append(range(start, start + length) if size > 1 else range(1))
+        return sides[0], sides[1]
+
     def source(self, owner: int, world_size: int) -> int:
         """The holder from which `owner` has the elements: itself if it holds them.
 

@@ -100,6 +100,10 @@ class Storage:
     def __init__(self, of_shard: Callable[[int], Tensor]) -> None:
         self._of_shard = of_shard
 
+    def read(self, index: int) -> Tensor:
+        """The rows of a shard, between steps."""
+        return self._of_shard(index)
+
     def borrow(self, indices: Sequence[int]) -> Borrowed:
         """The rows of these shards, in parts that fit where they are staged, in order."""
         if indices:
@@ -130,6 +134,7 @@ class Rows:
 
     Attributes:
         has_momentum: rows have momentum, in `state` of the `HeldRows` before the exchange.
+        kept_weights, kept_momentum: where they are between steps.
         groups, gradients: each matrix's parameter group with its numbers, and rows of its gradient,
             None where there is none; to be set before a step.
         state: gives the rows of a rule's slot, by matrix.
@@ -154,11 +159,11 @@ class Rows:
         self.gradients: Sequence[Tensor | None] = ()
         self.state: Callable[[str], list[Tensor]] = lambda slot: []
         self.momentum = dict(momentum or {})
-        self._weights = outside or Storage(weights)
+        self.kept_weights = outside or Storage(weights)
         self.has_momentum = waves.method.takes_momentum
         of_shard = self.momentum.__getitem__ if self.has_momentum else _no_rows
-        self._momentum = store or Storage(of_shard)
-        self.beside = self._momentum.beside
+        self.kept_momentum = store or Storage(of_shard)
+        self.beside = self.kept_momentum.beside
         self._group = waves.transport.group
         self._device = waves.memory.tensor.device
         self._skip_missing = skip_missing
@@ -263,7 +268,7 @@ class Rows:
                 gradients.append(gradient)
         if views:
             torch._foreach_copy_(views, gradients)
-        for places, momentum in self._momentum.borrow(chunk.indices):
+        for places, momentum in self.kept_momentum.borrow(chunk.indices):
             part = chunk if len(places) == len(chunk.rows) else chunk.cut(places)
             rows = part.prepared, part.prepared_rows
             yield (
@@ -287,7 +292,7 @@ class Rows:
             chunk.firsts,
             out=chunk.first_elements,
         )
-        for places, weights in self._weights.borrow(chunk.indices):
+        for places, weights in self.kept_weights.borrow(chunk.indices):
             part = chunk if len(places) == len(chunk.rows) else chunk.cut(places)
             flat, rows = part.updates, part.updated_rows
             if flat.device != weights[0].device:
@@ -329,8 +334,8 @@ class Rows:
     def end_step(self) -> None:
         """Tell storages that every shard has been borrowed once; forget gradients."""
         self.gradients = ()  # so that their memory can be freed
-        self._momentum.end_step()
-        self._weights.end_step()
+        self.kept_momentum.end_step()
+        self.kept_weights.end_step()
 
     def skipped_updates(self) -> dict[str, int]:
         """Updates skipped since the last call, by matrix, where this rank has rows.

@@ -8,15 +8,19 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.build import GATHERED, LOCAL, SHARED, StepOptions, make_waves
+from megatron_muon.core.build import GATHERED, LOCAL, OWNER, SHARED, StepOptions, make_waves
 from megatron_muon.core.methods.method import Method
+from megatron_muon.core.methods.newton_schulz import NewtonSchulz
+from megatron_muon.core.methods.owner import OwnerMethod
 from megatron_muon.core.passes import BY_RULE, DECOUPLED
 from megatron_muon.core.plan import Plan
 from megatron_muon.core.rows import Storage
 from megatron_muon.core.rules import RULES, make_rules
 from megatron_muon.core.rules.held import Held
 from megatron_muon.core.rules.rule import Rule
+from megatron_muon.fsdp.audit import Audit
 from megatron_muon.fsdp.part import Part, ViewedParameter
+from megatron_muon.fsdp.whole_step import WholeStep
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.offload.store import RecordStore
 from megatron_muon.settings import MuonSettings
@@ -103,6 +107,17 @@ def make_part(
     )
     if scheme == LOCAL:
         part.copies = held.group.size()
+    if settings.muon_audit_interval and isinstance(method, NewtonSchulz | OwnerMethod):
+        whole_step = WholeStep(
+            method,
+            rules,
+            nesterov=variant.nesterov,
+            decay=variant.decay,
+            half=settings.muon_exchange_dtype == "bf16" and scheme in (OWNER, SHARED),
+            weight_eps=max(torch.finfo(each.parameter.dtype).eps for each in viewed),
+            rounds=store is not None and store.rounds,
+        )
+        part.audit = Audit(part, held, settings.muon_audit_interval, whole_step)
     return part
 
 

@@ -79,6 +79,22 @@ class MethodState:
                 totals[slot] = totals.get(slot, 0) + numel * len(numbers)
         return totals
 
+    def of_matrix(self, index: int) -> list[dict[str, Tensor]]:
+        """State of each block of a matrix by slot, flat, on the host of every rank. Collective."""
+        found = []
+        for block, numels in enumerate(self._numels[index]):
+            slots = {}
+            for slot, numel in numels.items():
+                whole = torch.zeros(numel, dtype=torch.float32, device=self._device)
+                owned = self._owned.get((slot, index), {})
+                if block in owned:
+                    whole.copy_(owned[block].reshape(-1))
+                if self._scheme not in (GATHERED, LOCAL):  # where every rank owns all
+                    self._add_up(whole)
+                slots[slot] = whole.cpu()
+            found.append(slots)
+        return found
+
     def save(self, *, empty: bool = False) -> dict[Tensor, dict[str, Tensor]]:
         """State of each parameter's matrices by slot name, sharded as in checkpoints.
 

@@ -15,7 +15,7 @@ from megatron_muon.core.cost import Coefficients, Iteration
 from megatron_muon.core.methods.method import Method
 from megatron_muon.core.rows import STEPS
 from megatron_muon.core.rules.held import Held
-from megatron_muon.errors import UserError
+from megatron_muon.errors import AuditError, UserError
 from megatron_muon.fsdp import guards, options
 from megatron_muon.fsdp.assembly import Beside, Variant, make_part
 from megatron_muon.fsdp.options import NS_COEFFICIENTS, NS_STEPS, word_as_arguments
@@ -104,6 +104,7 @@ class Muon(MuonState):
             schedulers do. Gradients must stay where they are: `zero_grad(set_to_none=False)`. It
             has run on one GPU, not on several.
         metrics_interval: measure every so many steps; `metrics.latest` has what was found.
+        audit_action: "stop" raises an AuditError in a step whose audit found a fault.
 
     Raises:
         TypeError: `params` holds no tensors.
@@ -156,6 +157,8 @@ class Muon(MuonState):
         offload_buffer_mb: float = MuonSettings.muon_offload_buffer_mb,
         cuda_graph: bool = False,
         metrics_interval: int = MuonSettings.muon_metrics_interval,
+        audit_interval: int = MuonSettings.muon_audit_interval,
+        audit_action: str = MuonSettings.muon_audit_action,
     ) -> None:
         given = dict(locals())
         for name in ("self", "params"):
@@ -308,6 +311,8 @@ class Muon(MuonState):
         ]
         with self.metrics.step():
             for part in self.parts:
+                if part.audit:
+                    part.audit.steps = self._steps_taken()
                 part.step(self.param_groups)
             for group in self.param_groups:
                 if group[OPTIMIZER] != ADAMW:
@@ -315,6 +320,11 @@ class Muon(MuonState):
             self.refuse_lost_state()
             for group, numbers in read:
                 step_adamw(group, numbers, self.state, counts_empty=self._from_megatron_fsdp)
+        if self._settings["audit_action"] == "stop":
+            for part in self.parts:
+                faults = part.audit.faults_of_all() if part.audit else []
+                if faults:
+                    raise AuditError("; ".join(faults))
 
     def skipped_updates(self) -> dict[str, int]:
         """Updates skipped since the last call, by matrix, if this rank holds rows of it.

@@ -18,6 +18,7 @@ from megatron_muon.core.probe import SILENT
 from megatron_muon.core.rows import MOMENTUM, Rows, Storage
 from megatron_muon.core.rules.rule import Rule
 from megatron_muon.errors import UserError
+from megatron_muon.fsdp.audit import Audit
 from megatron_muon.fsdp.method_state import MethodState
 from megatron_muon.fsdp.read_numbers import ON_DEVICE, read_group
 from megatron_muon.matrices.views import Matrices
@@ -131,6 +132,7 @@ class Part:
         state: of each parameter, of its shape and sharded alike, without momentum in a store.
         settings: defaults of parameter groups that rules add.
         has_momentum: holders keep momentum.
+        audit: compares steps with those of whole matrices.
         captured: replays the step, once it is captured.
         probe: measures a step.
         copies: ranks that hold these matrices alike and share nothing; measurements count one.
@@ -157,6 +159,7 @@ class Part:
         self.copies = 1
         self.probe = SILENT
         self.captured: Any = None
+        self.audit: Audit | None = None
         self.state: State = {each.parameter: each.state for each in viewed}
         self.settings: dict[str, float] = {}
         self.method_state = MethodState(waves, self.viewed)
@@ -305,9 +308,11 @@ class Part:
                     gradients[number] = rows
         self.rows.gradients = gradients
         self.rows.groups = groups
-        self.engine.probe = self.probe
+        self.engine.probe = self.probe if self.audit is None else self.audit.begin(self.probe)
         (self.captured or self.engine.step)()
         self.rows.end_step()
+        if self.audit is not None:
+            self.audit.end()
 
     def check_weights(self) -> None:
         """Refuse weights that a rule cannot work with. Collective; may wait for the device."""
@@ -374,3 +379,5 @@ class Part:
             self.method_state.load(p, slots)
         if self.store is not None:
             self.store.steps = steps
+        if self.audit is not None:
+            self.audit.is_due = True

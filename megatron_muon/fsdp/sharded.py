@@ -33,6 +33,8 @@ SHARED = (
     "cautious_weight_decay",
     "offload",
     "metrics_interval",
+    "audit_interval",
+    "audit_action",
 )
 """Arguments with the meaning that they have for `Muon`; others are the class's."""
 

@@ -69,6 +69,10 @@ class MuonState(torch.optim.Optimizer):
             if failure is not None:
                 raise OffloadError(failure)
 
+    def _steps_taken(self) -> int:
+        """Steps of the matrices, those before a checkpoint too."""
+        return max(int(group.get(STEPS, 0)) for group in self.param_groups)
+
     def momentum_state(self) -> dict[torch.Tensor, torch.Tensor]:
         """As `Part.momentum_state`, for each parameter.
 
@@ -131,7 +135,7 @@ class MuonState(torch.optim.Optimizer):
                 own["params"] = group["params"]
                 group.clear()
                 group.update(own)
-        steps = max(group.get(STEPS, 0) for group in self.param_groups)
+        steps = self._steps_taken()
         for part in self.parts:
             part.load({p: saved[p] for p in part.viewed}, steps)
         self.initialize_state()

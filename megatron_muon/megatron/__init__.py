@@ -23,6 +23,7 @@ machine. Each has an `event` and its facts, null or absent if unknown:
 - stage: `stage`; `FIRST_STEP` when everything is built and data is ready;
 - step: once a log interval, and after a start's first step: `step` of `steps`, `loss`, the mean of
   the interval, `grad_norm`, `lr`, `muon_lr`, `tokens_per_s`, `optimizer_share` and `seconds_left`;
+- audit: `step` and `fault`, the line of an audit that found one;
 - diverged: `step`, at which Megatron ends the run for a non-finite number;
 - validation: `step`, `loss`, and `at`, as "iteration 6 on test set";
 - saved: `step` and `folder`; with --async-save files are still being written."""

@@ -58,11 +58,15 @@ class MuonChainedOptimizer(ChainedOptimizer):
             if isinstance(inner, ShardedMuon):
                 self._muons[member] = inner.part
                 self._sharded[member] = inner
+        parts = [muon.part for muon in self._sharded.values()]
+        self._audits = [part.audit for part in parts if part.audit]
         self.metrics = Sampler(list(self._muons.values()), interval=metrics_interval)
         self._grad_norm: float | torch.Tensor = 0.0
         self._weights = weights
         self._scalar_state = scalar_state or {}
         self.facts: dict[str, Any] = {}  # for facts.json
+        self.iteration: int | None = None  # of the step, from 0, where the loop counts
+        self.audit_faults: list[str] = []  # of the latest step
         self.qk_clip: AttentionLogits | None = None
         self._has_stepped = False
 
@@ -116,6 +120,9 @@ class MuonChainedOptimizer(ChainedOptimizer):
         if not all(math.isfinite(norm) for norm in norms):
             self.metrics.skipped_steps += 1
             return False
+        if self.iteration is not None:
+            for audit in self._audits:
+                audit.steps = self.iteration
         with span("optimizer-inner-step"), self.metrics.step():
             for member in self._members:
                 with span("muon" if member in self._muons else self.config.muon_scalar_optimizer):
@@ -123,6 +130,7 @@ class MuonChainedOptimizer(ChainedOptimizer):
                     inner = self._scalar_state.get(member, member.optimizer)
                     inner.step()
             self._look_for_failures()
+            self._look_for_faults()
             if self.qk_clip is not None:
                 with span("qk-clip"):
                     self.qk_clip.clip()
@@ -168,6 +176,14 @@ class MuonChainedOptimizer(ChainedOptimizer):
         failure = first_failure(self.stores)
         if failure is not None:
             raise OffloadError(failure)
+
+    def _look_for_faults(self) -> None:
+        """Gather what audits of this step have found. Collective then."""
+        self.audit_faults = []
+        if any(audit.is_audited for audit in self._audits):
+            mine = [audit.line for audit in self._audits if audit.faults]
+            for lines in of_all_ranks_if_any(mine):
+                self.audit_faults += lines
 
     def state_dict(self) -> Any:
         """Refused: megatron-core's has no momentum. `sharded_state_dict` has everything."""

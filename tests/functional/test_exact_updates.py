@@ -40,7 +40,7 @@ from tests.support.wide import wide_but
     ("name", "how"),
     wide_but(
         [(name, "gloo") for name, group in TABLE.items() if group.often],
-        [(name, how) for name, group in TABLE.items() for how in ("gloo", *group.again)],
+        [(name, how) for name, group in TABLE.items() for how in ("gloo", "audited", *group.again)],
     ),
 )
 def test_updates_equal_the_reference(ranks: Pool, name: str, how: str) -> None:

@@ -184,7 +184,7 @@ class Whole:
         weights: Mapping[str, torch.Tensor],
         settings: Mapping[str, Any],
     ) -> None:
-        from tests.support.reference import SplitAdaptiveMuon, SplitHyperball, SplitMuon
+        from megatron_muon.core.reference import SplitAdaptiveMuon, SplitHyperball, SplitMuon
 
         self.model, self.weights = model, {name: weight.clone() for name, weight in weights.items()}
         self._parts: dict[str, list[nn.Parameter]] = {}

@@ -118,6 +118,10 @@ class Pool:
         """Tasks run where a GPU's memory is not the host's (two_memories.py) meanwhile."""
         return self._within("tests.support.two_memories", "two_memories")
 
+    def audited(self) -> contextlib.AbstractContextManager[Pool]:
+        """Every step is audited meanwhile, and a fault is an error (audited.py)."""
+        return self._within("tests.support.audited", "audited")
+
     def interpreted(self) -> contextlib.AbstractContextManager[Pool]:
         """Tasks run with interpreted kernels (interpreted.py) meanwhile."""
         return self._within("tests.support.interpreted", "interpreted")

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from emerging_optimizers import psgd, registry, soap
-from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon, Muon, MuonHyperball
+from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon, Muon
 from emerging_optimizers.scalar_optimizers import Lion
 
+from megatron_muon.core.reference import muon_on
 from tests.support.case import (
     HYBRID,
     LATENT,
@@ -151,73 +152,6 @@ def rows_to_scale(
         scales = {"query": factor**alpha, "key": factor ** (1.0 - alpha), "rotary": factor}
         for kind, count in unit:
             yield from ((next(rows), scales.get(kind, 1.0)) for _ in range(count))
-
-
-class SplitMuon(Muon):
-    """emerging-optimizers' Muon that orthogonalises blocks of rows alone."""
-
-    def orthogonalize(
-        self,
-        p: torch.Tensor,
-        grad: torch.Tensor,
-        **_group: Any,
-    ) -> torch.Tensor:
-        update = torch.empty_like(grad)
-        for rows in p.row_blocks:  # type: ignore[attr-defined]
-            update[rows] = self.scaled_orthogonalize_fn(grad[rows])
-        return update
-
-
-class SplitAdaptiveMuon(AdaptiveMuon):
-    """emerging-optimizers' AdaptiveMuon that orthogonalises blocks of rows alone and scales each by
-    its own shape.
-    """
-
-    def orthogonalize(
-        self,
-        p: torch.Tensor,
-        grad: torch.Tensor,
-        **_group: Any,
-    ) -> torch.Tensor:
-        self.blocks = p.row_blocks  # type: ignore[attr-defined]
-        return SplitMuon.orthogonalize(self, p, grad)  # type: ignore[arg-type]
-
-    def _apply_muon_scale(self, update: torch.Tensor, size_out: int, size_in: int) -> torch.Tensor:
-        for rows in self.blocks:
-            update[rows] = super()._apply_muon_scale(update[rows], len(update[rows]), size_in)
-        return update
-
-
-class SplitHyperball(SplitMuon, MuonHyperball):
-    """emerging-optimizers' MuonHyperball that orthogonalises blocks of rows alone."""
-
-
-class _Cautious:
-    """Decay as https://arxiv.org/abs/2510.12402 has it, where an update of one of the classes above
-    is known.
-    """
-
-    param_groups: list[dict[str, Any]]
-
-    def _apply_weight_decay_inplace(self, *_args: Any) -> None:
-        pass
-
-    def pre_weight_update_fn_inplace(self, p: torch.Tensor, update: torch.Tensor) -> None:
-        group = next(
-            group for group in self.param_groups if any(p is one for one in group["params"])
-        )
-        p.sub_(
-            torch.where(update * p >= 0.0, p, 0.0),
-            alpha=group["lr"] * group["weight_decay"],
-        )
-
-
-class CautiousMuon(_Cautious, SplitMuon):
-    """With cautious decay."""
-
-
-class CautiousAdaptiveMuon(_Cautious, SplitAdaptiveMuon):
-    """With cautious decay."""
 
 
 REGISTERED = psgd, soap
@@ -417,24 +351,18 @@ class Reference:
             "scale_mode": settings["muon_scale_mode"],
             "extra_scale_factor": settings["muon_extra_scale_factor"],
         }
-        cautious = settings.get("muon_cautious_weight_decay", False)
-        if settings["optimizer"] == "muon":
-            kind = (
-                SplitHyperball
-                if settings.get("muon_hyperball")
-                else CautiousMuon
-                if cautious
-                else SplitMuon
-            )
-            return kind(matrices, **common)
-        adaptive = CautiousAdaptiveMuon if cautious else SplitAdaptiveMuon
-        return adaptive(
-            matrices,
-            **common,
-            moment2_method=settings.get("adaptive_muon_moment2_method", "adamuon"),
-            beta2=settings.get("adaptive_muon_beta2", 0.95),
-            eps=settings.get("adaptive_muon_eps", 1e-8),
-        )
+        variants = []
+        if settings["optimizer"] == "adaptive_muon":
+            variants.append(settings.get("adaptive_muon_moment2_method", "adamuon"))
+        if settings.get("muon_cautious_weight_decay", False):
+            variants.append("cautious")
+        if settings.get("muon_hyperball"):
+            variants.append("hyperball")
+        second_moment = {
+            "beta2": settings.get("adaptive_muon_beta2", 0.95),
+            "eps": settings.get("adaptive_muon_eps", 1e-8),
+        }
+        return muon_on(matrices, variants, second_moment, **common)
 
     def _scalar(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         settings = self.case.settings

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 import megatron_muon
+from megatron_muon.core.reference import SplitMuon
 from megatron_muon.fsdp.selection import select
 from megatron_muon.matrices.fused import FUSED
 from tests.support.cli import sizes
-from tests.support.reference import SplitMuon
 
 Blocks = Callable[[torch.Tensor], list[torch.Tensor]]
 """From the numbers of all rows those of each matrix."""

@@ -42,8 +42,8 @@ def test_a_step_that_is_not_finite_is_told_before_the_run_ends(told):
     save.
     """
     fine = ({}, 0, False, False, 0)
-    assert module.step(lambda iteration: fine, iteration=5) == fine
-    module.step(lambda iteration: ({}, True, True, True, 16), iteration=6)
+    assert Progress().step(lambda iteration: fine, iteration=5) == fine
+    Progress().step(lambda iteration: ({}, True, True, True, 16), iteration=6)
     assert told == [("diverged", {"step": 7})]
 
 

@@ -177,7 +177,7 @@ class OwnerMethod(Method):
             parameter.grad = gradients[number]
             members.append(parameter)
             if state[UPDATES][number]:
-                optimizer.state[parameter] = self._read(kind, state, number)
+                optimizer.state[parameter] = self.read_state(kind, state, number)
         optimizer.param_groups[0]["params"] = members
         with self.random_numbers_of(state, numbers):
             optimizer.step()
@@ -194,7 +194,7 @@ class OwnerMethod(Method):
             self._optimizers[shape] = self.candidate.optimizer([parameter])
         return self._optimizers[shape]
 
-    def _read(self, kind: BlockKind, state: BlockState, number: int) -> Any:
+    def read_state(self, kind: BlockKind, state: BlockState, number: int) -> Any:
         """The state of a block as the class has it; tensors are those of `state` if they can be."""
         leaves, tree = self.candidate.state_of(shape_of(kind))
         values: list[Any] = []

@@ -64,7 +64,8 @@ def show_progress(patches: Patches) -> None:
     progress = Progress()
     around = functools.partial(patches.around, training)
     around("get_megatron_optimizer")(progress.keep_optimizer)
-    around("train_step", takes=["iteration"])(step)
+    around("train_step", takes=["iteration"])(progress.step)
+    around("checkpoint_and_decide_exit", takes=["iteration"])(progress.decide_exit)
     takes = ["loss_dict", "iteration", "skipped_iter", "grad_norm"]
     around("training_log", takes=takes)(progress.log)
     around("evaluate", takes=["data_iterator", "model"])(progress.evaluate)
@@ -179,6 +180,32 @@ class Progress:
             speed["optimizer_share"] = (now.in_optimizer - last.in_optimizer) / seconds
         return speed
 
+    def step(self, call: Callable[..., Any], *args: Any, iteration: int, **kwargs: Any) -> Any:
+        """Wraps `train_step`: reports a step that is not finite before ranks end, and faults."""
+        muon = self._optimizer if isinstance(self._optimizer, MuonChainedOptimizer) else None
+        if muon is not None:
+            muon.iteration = iteration
+        result = call(*args, iteration=iteration, **kwargs)
+        if result[3]:
+            tell("diverged", step=iteration + 1)
+        for fault in muon.audit_faults if muon is not None else ():
+            tell("audit", step=iteration + 1, fault=fault)
+        return result
+
+    def decide_exit(self, decide: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+        """Wraps `checkpoint_and_decide_exit`: saves and ends after a fault, if so requested."""
+        settings = get_args()
+        faults = getattr(self._optimizer, "audit_faults", [])
+        if not faults or settings.muon_audit_action != "stop":
+            return decide(*args, **kwargs)
+        settings.audit_faults = faults  # for the exit status
+        before = settings.exit_interval
+        settings.exit_interval = 1
+        try:
+            return decide(*args, **kwargs)
+        finally:
+            settings.exit_interval = before
+
     def name_evaluation(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wraps `evaluate_and_print_results`, which evaluates one or several sets."""
         given = inspect.signature(call).bind(*args, **kwargs).arguments
@@ -194,14 +221,6 @@ class Progress:
         if losses and LOSS in losses:
             tell("validation", loss=float(losses[LOSS]), **self._evaluation)
         return result
-
-
-def step(call: Callable[..., Any], *args: Any, iteration: int, **kwargs: Any) -> Any:
-    """Wraps `train_step`: reports a step that is not finite before all ranks end."""
-    result = call(*args, iteration=iteration, **kwargs)
-    if result[3]:
-        tell("diverged", step=iteration + 1)
-    return result
 
 
 def save(call: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,321 @@
+"""One step of a whole matrix by emerging-optimizers' classes in fp32, and comparisons with it.
+
+Directions in which momentum has nothing but rounding are orthogonalized too, and there two correct
+runs differ. So differences of updates are weighted by the momentum (by the gradient, for other
+methods), and their bound grows with the effect of rounding the inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from emerging_optimizers.orthogonalized_optimizers import muon_utils
+from torch import Tensor
+
+from megatron_muon.core.layout import Matrix
+from megatron_muon.core.methods.method import UPDATES, BlockState, Method
+from megatron_muon.core.methods.newton_schulz import NewtonSchulz, coefficients
+from megatron_muon.core.methods.owner import LEAST_FACTOR, OwnerMethod
+from megatron_muon.core.passes import COUPLED, largest_magnitude, unit_factor
+from megatron_muon.core.reference import muon_on
+from megatron_muon.core.rows import MOMENTUM
+from megatron_muon.core.rules import RULES
+from megatron_muon.core.rules.cautious import aligned
+from megatron_muon.core.rules.rule import Rule
+from megatron_muon.core.rules.second_moments import MOMENT2, NorMuon
+from megatron_muon.core.slices import Team
+
+type Tensors = dict[str, Tensor]
+
+WEIGHT, GRADIENT = "weight", "gradient"
+
+_VANISHED = 2.0**-100
+"""Largest magnitude of a gradient that counts as zero."""
+
+_DIRECTIONS = 32
+"""Random combinations of directions in which differences are measured."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The matrix that a step is compared for.
+
+    Attributes:
+        index: among the matrices of its layout.
+        step: its number, from 1.
+        group: numbers of its parameter group.
+        state: of each block by slot, flat, of methods that keep state.
+    """
+
+    index: int
+    step: int
+    matrix: Matrix
+    group: Mapping[str, Any]
+    state: Sequence[Tensors]
+
+    @cached_property
+    def blocks(self) -> list[Tensor]:
+        """Row numbers of each block."""
+        numbers = torch.arange(self.matrix.shape[0]).view(-1, 1)
+        return [rows.reshape(-1) for rows in self.matrix.split.views(numbers)]
+
+    def number(self, name: str) -> float:
+        """A number of the parameter group."""
+        return float(self.group[name])
+
+    def where(self, wrong: Tensor) -> str:
+        """The rows that are wrong, `(rows,)` bool, with the ranks that hold them."""
+        found = []
+        for shard in self.matrix.shards:
+            rows = wrong[shard.row_start : shard.row_start + shard.rows].nonzero()
+            if len(rows):
+                first, last = (int(rows[at]) + shard.row_start for at in (0, -1))
+                found.append(f"rows {first} to {last} of rank {shard.rank}")
+        return f" in {'; '.join(found[:4])}" if found else ""
+
+
+class WholeStep:
+    """Takes steps of whole matrices, and compares.
+
+    Args:
+        rules: of the part.
+        nesterov, decay: as for `Passes`.
+        half: the exchange is in bf16.
+        weight_eps: relative rounding of weights.
+        rounds: momentum is rounded when it is stored.
+
+    Attributes:
+        moment2: a rule keeps a second moment.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        rules: Sequence[Rule],
+        *,
+        nesterov: bool,
+        decay: str,
+        half: bool,
+        weight_eps: float,
+        rounds: bool,
+    ) -> None:
+        self._method = method
+        self._nesterov = nesterov
+        self._decay = "l2" if decay == COUPLED else "decoupled"
+        self._weight_eps = weight_eps
+        self._momentum_bound = 0.02 if rounds else 1e-6
+        # of inputs, and the least bound of updates
+        self._rounding, self._bound = 2.0**-22, 1e-3
+        iteration = getattr(method, "iteration", None)
+        if half or method.dtype is torch.bfloat16:
+            self._rounding, self._bound = 2.0**-8, 0.15
+        elif iteration is not None and iteration.precision == "high":
+            self._rounding, self._bound = 2.0**-10, 0.05
+        self._rules = {name: rule for rule in rules for name in RULES if type(rule) is RULES[name]}
+        self.moment2 = "adamuon" in self._rules or "normuon" in self._rules
+
+    def moment2_shape(self, index: int, matrix: Matrix) -> tuple[int, int]:
+        """Shape of a matrix's second moment."""
+        rows, cols = matrix.shape
+        rule = self._rules.get("normuon")
+        if not isinstance(rule, NorMuon):
+            return rows, cols
+        return (1, cols) if rule.is_by_columns(index) else (rows, 1)
+
+    def compare(
+        self, subject: Subject, before: Tensors, after: Tensors
+    ) -> tuple[list[str], list[str]]:
+        """Findings and faults of a step, from whole fp32 tensors `(rows, cols)` by slot."""
+        device = self._method.device
+        before = {slot: tensor.to(device) for slot, tensor in before.items()}
+        after = {slot: tensor.to(device) for slot, tensor in after.items()}
+        largest = before[GRADIENT].abs().max()
+        most = 1.0 / LEAST_FACTOR if isinstance(self._method, OwnerMethod) else math.inf
+        if not largest < most:  # NaN is not
+            is_still = all(torch.equal(before[slot], after[slot]) for slot in after)
+            faults = [] if is_still else ["it moved, but its gradient is not finite"]
+            return ["left out, as its gradient is missing or not finite"], faults
+        expected = self._step(subject, before)
+        if not expected[WEIGHT].isfinite().all():
+            return ["not checked, as its update is not finite"], []
+        found, faults = self._compare_updates(subject, before, after, expected)
+        if MOMENTUM in after:
+            text, fault = self._compare_momentum(subject, after[MOMENTUM], expected[MOMENTUM])
+            found.append(text)
+            faults += fault
+        if largest < _VANISHED:
+            found.append("gradient zero")
+            # experts may have no tokens, and layers above may begin at zero
+            if subject.step > 1 and "expert" not in subject.matrix.name:
+                faults.append("its gradient is zero; was it clipped to nothing?")
+        return found, faults
+
+    def _step(self, subject: Subject, tensors: Tensors) -> Tensors:
+        """Weight and momentum after a step."""
+        if isinstance(self._method, OwnerMethod):
+            return {WEIGHT: self._descend(subject, tensors)}
+        p = torch.nn.Parameter(tensors[WEIGHT].clone(), requires_grad=False)
+        p.grad = tensors[GRADIENT].clone()
+        p.row_blocks = subject.blocks  # type: ignore[attr-defined]
+        method = self._method
+        assert isinstance(method, NewtonSchulz)
+        second_moment = {name: subject.number(name) for name in ("beta2", "eps") if self.moment2}
+        optimizer: Any = muon_on(
+            [p],
+            tuple(self._rules),
+            second_moment,
+            lr=subject.number("lr"),
+            momentum=subject.number("momentum"),
+            weight_decay=subject.number("weight_decay"),
+            nesterov=self._nesterov,
+            weight_decay_method=self._decay,
+            fp32_matmul_prec="highest",
+            scale_mode=method.scale_mode,
+            extra_scale_factor=method.extra_scale_factor,
+        )
+        iteration = method.iteration.with_steps(subject.matrix.steps)
+        steps = coefficients(iteration.coefficient_type, iteration.steps)
+
+        def orthogonalize(block: Tensor) -> Tensor:
+            # emerging-optimizers divides blocks of a norm under eps by eps
+            factor = unit_factor(largest_magnitude(block))
+            eps = max(method.eps * float(factor), _VANISHED)
+            update: Tensor = muon_utils.newton_schulz(
+                block * factor, len(steps), "custom", steps, eps
+            )
+            return update * method.scale((len(block), block.shape[1]))
+
+        optimizer.scaled_orthogonalize_fn = orthogonalize
+        slots = {slot: tensors[slot].clone() for slot in (MOMENTUM, MOMENT2) if slot in tensors}
+        optimizer.state[p] = slots
+        optimizer.step()
+        return {WEIGHT: p.detach(), MOMENTUM: slots[MOMENTUM]}
+
+    def _descend(self, subject: Subject, tensors: Tensors) -> Tensor:
+        """The weight after a step of a class on each block."""
+        method = self._method
+        assert isinstance(method, OwnerMethod)
+        weight = tensors[WEIGHT]
+        update = torch.empty_like(weight)
+        slices = Team((0,), (0.0,)).slices(subject.index, subject.matrix)
+        for block, rows, values in zip(slices, subject.blocks, subject.state, strict=True):
+            kind = method.kind(block)
+            state = BlockState()
+            state.slots = [block]
+            for slot, shape in method.state_shapes(kind).items():
+                state[slot] = values[slot].clone().view(1, *shape)
+            parameter = torch.zeros_like(weight[rows])
+            parameter.grad = tensors[GRADIENT][rows].clone()
+            optimizer = method.candidate.optimizer([parameter])
+            if state[UPDATES]:
+                optimizer.state[parameter] = method.read_state(kind, state, 0)
+            with method.arithmetic(), method.random_numbers_of(state, [0]):
+                optimizer.step()
+            update[rows] = -parameter
+        decayed = weight
+        if "cautious" in self._rules:
+            decayed = torch.where(aligned(weight, update), weight, 0.0)
+        moved = update + subject.number("weight_decay") * decayed
+        return weight - subject.number("lr") * moved
+
+    def _compare_momentum(
+        self, subject: Subject, found: Tensor, expected: Tensor
+    ) -> tuple[str, list[str]]:
+        difference = (found - expected).abs() / expected.abs().max().clamp_min(_VANISHED)
+        share = float(difference.max())
+        bound = self._momentum_bound
+        if not share <= bound:
+            where = subject.where((difference > bound).any(dim=1))
+            return "", [f"momentum differs by {share:.2g} (bound {bound:g}){where}"]
+        return "momentum exact" if share == 0.0 else f"momentum within {share:.1g}", []
+
+    def _compare_updates(
+        self, subject: Subject, before: Tensors, after: Tensors, expected: Tensors
+    ) -> tuple[list[str], list[str]]:
+        weight = before[WEIGHT]
+        difference = after[WEIGHT] - expected[WEIGHT]
+        generator = torch.Generator(weight.device).manual_seed(subject.index)
+
+        def noise(*shape: int) -> Tensor:
+            return torch.randn(
+                shape,
+                generator=generator,
+                dtype=torch.float32,
+                device=weight.device,
+            )
+
+        rounded = dict(before)
+        for slot in (GRADIENT, MOMENTUM):
+            if slot in before:
+                rounded[slot] = before[slot] * (1.0 + self._rounding * noise(*weight.shape))
+        faults = self._check_decay(subject, weight, difference)
+        measure = _Weighted(subject, self._looks_ahead(subject, before), noise)
+        moved = measure(expected[WEIGHT] - weight)
+        errors = measure(difference)
+        last_bits = 4.0 * measure.of_noise(self._weight_eps * weight)
+        spread = measure(self._step(subject, rounded)[WEIGHT] - expected[WEIGHT])
+        size = float(moved.norm().clamp_min(_VANISHED))
+        share = float(errors.norm()) / size
+        bound = max(self._bound, 4.0 * float(spread.norm()) / size)
+        usual = moved.clamp_min(size / math.sqrt(len(moved)))
+        wrong = ~(errors <= 3.0 * bound * usual + last_bits)
+        if wrong.any() or not share * size <= bound * size + last_bits.norm():
+            sizes = f"{100.0 * share:.2g} % (bound {100.0 * bound:.2g} %)"
+            return [], [*faults, f"update differs by {sizes}{subject.where(wrong)}"]
+        return [f"update within {100.0 * share:.1g} % (bound {100.0 * bound:.1g} %)"], faults
+
+    def _check_decay(self, subject: Subject, weight: Tensor, difference: Tensor) -> list[str]:
+        """Compare decay by the part of a difference that is proportional to weights.
+
+        Takes that part away where decay is wrong.
+        """
+        lr, decay = subject.number("lr"), subject.number("weight_decay")
+        square = float(weight.square().sum())
+        if lr == 0.0 or square == 0.0 or "hyperball" in self._rules:  # whose norm is rounded
+            return []
+        share = float((difference * weight).sum()) / square
+        rest = difference - share * weight
+        noise = float(rest.norm()) / math.sqrt(square * min(weight.shape))
+        if abs(share) <= 0.2 * lr * decay + 4.0 * noise:
+            return []
+        difference.copy_(rest)
+        return [f"weights decay by {decay - share / lr:.3g} instead of {decay:g}"]
+
+    def _looks_ahead(self, subject: Subject, tensors: Tensors) -> Tensor:
+        """The input of the method; decay in the gradient is left out."""
+        gradient = tensors[GRADIENT]
+        if MOMENTUM not in tensors:
+            return gradient
+        share = subject.number("momentum")
+        momentum = tensors[MOMENTUM].lerp(gradient, 1.0 - share)
+        return gradient.lerp(momentum, share) if self._nesterov else momentum
+
+
+class _Weighted:
+    """Sizes of the rows of a difference of updates, weighted by momentum."""
+
+    def __init__(self, subject: Subject, momentum: Tensor, noise: Any) -> None:
+        momentum = momentum / momentum.abs().max().clamp_min(_VANISHED)
+        self._blocks = []
+        for rows in subject.blocks:
+            directions = momentum[rows].mT @ noise(len(rows), _DIRECTIONS)
+            self._blocks.append((rows, directions))
+
+    def __call__(self, difference: Tensor) -> Tensor:
+        sizes = difference.new_empty(len(difference))
+        for rows, directions in self._blocks:
+            sizes[rows] = torch.linalg.vector_norm(difference[rows] @ directions, dim=1)
+        return sizes
+
+    def of_noise(self, deviation: Tensor) -> Tensor:
+        """The same of independent elements with this standard deviation."""
+        sizes = deviation.new_empty(len(deviation))
+        for rows, directions in self._blocks:
+            squares = directions.square().sum(dim=1)
+            sizes[rows] = (deviation[rows].square() @ squares).sqrt()
+        return sizes
