@@ -61,7 +61,7 @@ setup(
     ],
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_muon", "megatron_muon.*"]),
-    package_data={"megatron_muon": ["py.typed"]},
+    package_data={"megatron_muon": ["py.typed", "megatron/upstream/table.yaml"]},
     zip_safe=False,
     install_requires=[
         "torch>=2.11",

@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from megatron_muon.errors import UserError
 from megatron_muon.matrices.cuts import noted_part
 from megatron_muon.megatron.flags.refusals import logits_flag
 from megatron_muon.megatron.model.matrices import fused_rows
+from megatron_muon.megatron.upstream import DotProductAttention, MLASelfAttention, SelfAttention
 from megatron_muon.qk_clip import KEY, OTHER, QUERY, ROTARY, HeadScaling, Parts
 
 

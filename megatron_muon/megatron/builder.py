@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_muon.core.layout import replicated_layout
 from megatron_muon.core.methods.method import Method
@@ -36,6 +34,7 @@ from megatron_muon.megatron.matrix_optimizer import candidate_of
 from megatron_muon.megatron.model import matrices as mp
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.megatron.sharded_muon import ShardedMuon
+from megatron_muon.megatron.upstream import ProcessGroupCollection, TensorParallelMuon
 from megatron_muon.settings import iteration_of
 from megatron_muon.shards import local_part, sharded_like
 

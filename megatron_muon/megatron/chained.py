@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
 from megatron_muon.core.probe import span
 from megatron_muon.errors import OffloadError, UserError
@@ -21,6 +20,7 @@ from megatron_muon.megatron.builder import ReplicatedMuon
 from megatron_muon.megatron.main_weights import MainWeights
 from megatron_muon.megatron.scalar_state import ScalarState, SlotsOf
 from megatron_muon.megatron.sharded_muon import ShardedMuon
+from megatron_muon.megatron.upstream import ChainedOptimizer, MegatronOptimizer
 from megatron_muon.metrics import Sampler
 from megatron_muon.offload.store import RecordStore, first_failure
 from megatron_muon.ranks import of_all_ranks_if_any, say

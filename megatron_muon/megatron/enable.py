@@ -40,9 +40,8 @@ def enable(**settings: Any) -> None:
         return
     check_versions()
     with quiet_imports():
-        from megatron.training import global_vars
-
         from megatron_muon.megatron.patches import install
+        from megatron_muon.megatron.upstream import global_vars
         from megatron_muon.patching import Patches
 
     if global_vars._GLOBAL_ARGS is not None or _has_megatrons_muon():
@@ -53,7 +52,7 @@ def enable(**settings: Any) -> None:
 
 def _has_megatrons_muon() -> bool:
     """True if megatron-core's own Muon has shards of Megatron-FSDP, which it trains wrong."""
-    from megatron.core.optimizer import emerging_optimizers
+    from megatron_muon.megatron.upstream import emerging_optimizers
 
     muon = getattr(emerging_optimizers, "TensorParallelMuon", ())  # absent without its package
     for optimizer in (each for each in gc.get_objects() if issubclass(type(each), muon)):

@@ -12,22 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import (
-    _get_megatron_optimizer_based_on_param_groups,
-    _get_param_groups,
-    get_mup_config_overrides,
-    get_standard_config_overrides,
-)
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.grad_scaler import ConstantGradScaler
-from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.optimizer.optimizer_config import (
-    OptimizerConfig,
-    ParamKey,
-    ParamPredicate,
-    ParamWithNamePredicate,
-)
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_muon.core.build import OWNER
 from megatron_muon.errors import UserError
@@ -49,6 +33,20 @@ from megatron_muon.megatron.plan_figures import figures, refuse_unmet
 from megatron_muon.megatron.scalar_state import ScalarState, initialize_scalar_state
 from megatron_muon.megatron.sharded_muon import ShardedMuon
 from megatron_muon.megatron.state_report import report_state
+from megatron_muon.megatron.upstream import (
+    ConstantGradScaler,
+    DistributedOptimizer,
+    MegatronOptimizer,
+    OptimizerConfig,
+    ParamKey,
+    ParamPredicate,
+    ParamWithNamePredicate,
+    ProcessGroupCollection,
+    _get_megatron_optimizer_based_on_param_groups,
+    _get_param_groups,
+    get_mup_config_overrides,
+    get_standard_config_overrides,
+)
 from megatron_muon.offload.run import offload_run
 from megatron_muon.ranks import say
 from megatron_muon.settings import flag_of, steps_for, word_as_flags

@@ -159,7 +159,7 @@ def _help() -> None:
 
 def _has_trained() -> bool:
     """True if a run took its first step, or had none left; Megatron ends with status 0 anyway."""
-    from megatron.training import get_args
+    from megatron_muon.megatron.upstream import get_args
 
     args = get_args()
     if args.skip_train:
@@ -171,8 +171,7 @@ def _has_trained() -> bool:
 
 def _ended_by_signal() -> bool:
     """True if a signal reached a rank of a run with --exit-signal-handler."""
-    from megatron.training import get_args
-    from megatron.training.global_vars import get_signal_handler
+    from megatron_muon.megatron.upstream import get_args, get_signal_handler
 
     return get_args().exit_signal_handler and getattr(get_signal_handler(), "any_received", False)
 
@@ -191,12 +190,14 @@ def _print_error(error: str) -> None:
 
 def _train() -> None:
     import torch
-    from megatron.core.enums import ModelType
-    from megatron.training import pretrain
-    from megatron.training.argument_utils import pretrain_cfg_container_from_args
-    from megatron.training.arguments import parse_and_validate_args
 
     from megatron_muon.megatron.model.gpt import forward_step, gpt_config, train_valid_test_datasets
+    from megatron_muon.megatron.upstream import (
+        ModelType,
+        parse_and_validate_args,
+        pretrain,
+        pretrain_cfg_container_from_args,
+    )
 
     tell("stage", stage="initializing Megatron")
     with explained():

@@ -8,11 +8,9 @@ from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.core.optimizer.emerging_optimizers import _kwargs_from_config
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
-
 from megatron_muon.core.methods.candidate import OURS, Candidate, find
 from megatron_muon.errors import SettingError
+from megatron_muon.megatron.upstream import OptimizerConfig, _kwargs_from_config
 
 _PYTHONS = {"true": "True", "false": "False", "none": "None"}
 

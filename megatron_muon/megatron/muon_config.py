@@ -7,9 +7,8 @@ from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
-
 from megatron_muon.megatron.flags.refusals import CheckedRun, check
+from megatron_muon.megatron.upstream import OptimizerConfig
 from megatron_muon.ranges import check_numbers
 from megatron_muon.settings import TP_MODE, MuonSettings, word_as_flags
 

@@ -199,9 +199,8 @@ def validate(args: argparse.Namespace, *, world_size: int, elsewhere: bool = Fal
     Raises a UserError for the first refusal; for a run that starts `elsewhere` it is returned as a
     note, as it may depend on packages that this machine lacks.
     """
-    from megatron.training.argument_utils import pretrain_cfg_container_from_args
-
     from megatron_muon.megatron.model.gpt import gpt_config
+    from megatron_muon.megatron.upstream import pretrain_cfg_container_from_args
 
     if args.yaml_cfg is not None:  # holds the settings, which the ranks validate
         return []
@@ -226,9 +225,8 @@ def complete(args: argparse.Namespace) -> None:
     The vocabulary's size is `--vocab-size`, or else that of the tokenizer. If neither is known it
     is 1, unless buckets that are cut by size depend on it. `args` have `rank` and `world_size`.
     """
-    from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
-
     from megatron_muon.megatron.data.tokenizers import build_megatron
+    from megatron_muon.megatron.upstream import vocab_size_with_padding
 
     with _as_in_training():
         _validate(args)
@@ -245,10 +243,10 @@ def complete(args: argparse.Namespace) -> None:
 
 
 def _validate(args: argparse.Namespace) -> None:
-    from megatron.training.arguments import validate_args  # the patched one
+    from megatron_muon.megatron.upstream import validate_args  # the patched one
 
     if args.use_checkpoint_args:
-        from megatron.training.checkpointing import load_args_from_checkpoint
+        from megatron_muon.megatron.upstream import load_args_from_checkpoint
 
         load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
         load_args_from_checkpoint(args)

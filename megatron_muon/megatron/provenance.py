@@ -18,6 +18,7 @@ from megatron_muon.errors import UserError, install
 from megatron_muon.version import __version__
 
 MEGATRON_CORE = "0.19"
+VERSIONS = ("0.19.2", "0.20.0")
 _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = "megatron-core torch triton emerging-optimizers transformer-engine deepspeed muon-fsdp2"
 

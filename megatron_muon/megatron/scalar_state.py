@@ -18,12 +18,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.checkpoint.content import STEP
 from megatron_muon.core.layout import Shard
 from megatron_muon.megatron.main_weights import MainWeights, ShardSlice
+from megatron_muon.megatron.upstream import MegatronOptimizer
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.offload.store import SLOTS
 from megatron_muon.shards import local_part, sharded_like

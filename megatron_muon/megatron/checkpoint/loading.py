@@ -7,10 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import megatron.training.checkpointing as checkpointing
-import megatron.training.training as training
 import torch.distributed as dist
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -20,6 +17,7 @@ from megatron_muon.checkpoint import content, folders
 from megatron_muon.checkpoint.content import STEP
 from megatron_muon.checkpoint.dcp import Planner, Reader
 from megatron_muon.errors import UserError, reason_of
+from megatron_muon.megatron.upstream import DistributedOptimizer, checkpointing, training
 from megatron_muon.patching import Patches
 from megatron_muon.ranks import of_all_ranks, of_any_rank, of_first_rank, say
 
@@ -39,7 +37,7 @@ def load_what_is_there(patches: Patches) -> None:
     # while _load_base_checkpoint runs: its folder, and the state that it does not load
     loading: dict[str, Any] = {}
 
-    @patches.around(checkpointing, "_load_base_checkpoint", takes=["load_dir", "args", "rank0"])
+    @patches.around(checkpointing, "_load_base_checkpoint")
     def load_base_checkpoint(
         load: Callable[..., Any],
         load_dir: Any,
@@ -65,11 +63,7 @@ def load_what_is_there(patches: Patches) -> None:
             loading.clear()
         return state, *others
 
-    @patches.around(
-        checkpointing,
-        "preprocess_fsdp_dtensor_state_dict",
-        takes=["args", "raw_state_dict", "model"],
-    )
+    @patches.around(checkpointing, "preprocess_fsdp_dtensor_state_dict")
     def preprocess_state_dict(
         preprocess: Callable[..., Any], args: Any, raw_state_dict: Any, model: Any
     ) -> Any:
@@ -134,7 +128,7 @@ def keep_loaded_main_weights(patches: Patches) -> None:
         finally:
             loading.pop()
 
-    @patches.around(DistributedOptimizer, "_copy_model_params_to_main_params", takes=["state_dict"])
+    @patches.around(DistributedOptimizer, "_copy_model_params_to_main_params")
     def copy_model_params_to_main_params(
         copy: Callable[..., None], self: Any, state_dict: Any = None
     ) -> None:
@@ -158,7 +152,7 @@ def run_no_pickles(patches: Patches) -> None:
         DefaultLoadPlanner, "load_bytes", Planner.load_bytes, takes=["read_item", "value"]
     )
 
-    @patches.around(checkpointing, "_load_base_checkpoint", takes=["load_dir", "args"])
+    @patches.around(checkpointing, "_load_base_checkpoint")
     def load_base_checkpoint(
         load: Callable[..., Any], load_dir: Any, args: Any, *rest: Any, **kwargs: Any
     ) -> Any:

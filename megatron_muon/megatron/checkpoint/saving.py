@@ -13,14 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import megatron.core.transformer.fsdp_dtensor_checkpoint as handlers
-import megatron.training.checkpointing as checkpointing
-import megatron.training.training as training
 import torch
 import torch.distributed.checkpoint as dcp
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.utils import get_attr_wrapped_model
-from megatron.training.dist_signal_handler import DistributedSignalHandler
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
@@ -32,6 +26,14 @@ from megatron_muon.errors import SaveError, reason_of
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.provenance import versions
 from megatron_muon.megatron.scalar_state import initialize_scalar_state
+from megatron_muon.megatron.upstream import (
+    DistributedOptimizer,
+    DistributedSignalHandler,
+    checkpointing,
+    get_attr_wrapped_model,
+    training,
+)
+from megatron_muon.megatron.upstream import fsdp_dtensor_checkpoint as handlers
 from megatron_muon.patching import Patches
 from megatron_muon.ranks import of_all_ranks, of_first_rank
 
@@ -92,14 +94,14 @@ def write_tracker_at_once(patches: Patches) -> None:
 def explain_failed_saves(patches: Patches) -> None:
     """Report why a save failed, and the checkpoint to resume from."""
 
-    @patches.around(training, "save_checkpoint", takes=["iteration"])
+    @patches.around(training, "save_checkpoint")
     def save_checkpoint(
         save: Callable[..., None], iteration: int, *args: Any, **kwargs: Any
     ) -> None:
         try:
             save(iteration, *args, **kwargs)
         except (OSError, CheckpointException) as error:
-            from megatron.training import get_args
+            from megatron_muon.megatron.upstream import get_args
 
             save_dir = Path(get_args().save)
             failed = f"the checkpoint of iteration {iteration} could not be written to {save_dir}"
@@ -114,18 +116,14 @@ def have_main_weights_at_hand(patches: Patches) -> None:
     weights, and loads them in place.
     """
 
-    @patches.around(
-        checkpointing,
-        "generate_state_dict",
-        takes=["args", "model", "optimizer", "optim_sd_kwargs"],
-    )
+    @patches.around(checkpointing, "generate_state_dict")
     def generate_state_dict(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         optimizer = kwargs["optimizer"] if "optimizer" in kwargs else args[2]
         is_trial = (kwargs.get("optim_sd_kwargs") or {}).get("is_loading", False)
         with _at_hand(optimizer, values=not is_trial):
             return generate(*args, **kwargs)
 
-    @patches.around(training, "load_checkpoint", takes=["ddp_model", "optimizer"])
+    @patches.around(training, "load_checkpoint")
     def load_checkpoint(
         load: Callable[..., Any], ddp_model: Any, optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -189,15 +187,9 @@ def split_swiglu(patches: Patches) -> None:
     and main weights might not fit, and values loaded into the copy would be lost. And it makes
     halves as shards under `no_shard` too, where they have to be whole.
     """
-    # replaced while the handler runs; checked here, as `_made_in_place` depends on these arguments
     make = handlers.make_fsdp_dtensor
-    patches.replace(handlers, "make_fsdp_dtensor", make, takes=["is_sharded_param", "run_check"])
 
-    @patches.around(
-        checkpointing,
-        "handle_swiglu_in_state_dict",
-        takes=["model", "model_state_dict", "optimizer_state_dict"],
-    )
+    @patches.around(checkpointing, "handle_swiglu_in_state_dict")
     def handle_swiglu(
         handle: Callable[..., Any], model: Any, model_state: Any, optimizer_state: Any
     ) -> Any:

@@ -143,7 +143,7 @@ def _write(found: list[Source], settings: CorpusSettings, paths: OutputPaths) ->
 
     tokenizer = build(settings.tokenizer)
     with quiet_imports():
-        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+        from megatron_muon.megatron.upstream import DType, IndexedDatasetBuilder
     skipped: Counter[str] = Counter()
     partial = paths.prefix.with_name(f".{paths.prefix.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a killed process
@@ -291,7 +291,7 @@ def read_head(prefix: str) -> tuple[np.dtype[Any], int]:
             raise UserError(
                 f"{file} does not exist; give the prefix of a .bin and an .idx file, or {remedy}"
             )
-    from megatron.core.datasets.indexed_dataset import _IndexReader
+    from megatron_muon.megatron.upstream import _IndexReader
 
     try:
         index = _IndexReader(str(idx), multimodal=False)

@@ -78,7 +78,7 @@ def build(spec: TokenizerSpec) -> Any:
             eod=BYTE_LEVEL_VOCAB_SIZE - 1,
         )
     with quiet_imports():
-        from megatron.training.config import TokenizerConfig
+        from megatron_muon.megatron.upstream import TokenizerConfig
     defaults = {field.name: field.default for field in dataclasses.fields(TokenizerConfig)}
     args = argparse.Namespace(**defaults)
     args.tokenizer_type = spec.tokenizer_type
@@ -91,7 +91,7 @@ def build(spec: TokenizerSpec) -> Any:
 def build_megatron(args: argparse.Namespace) -> Any:
     """Megatron-core's tokenizer; a missing package or an unreadable model is a UserError."""
     with quiet_imports():
-        from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+        from megatron_muon.megatron.upstream import build_tokenizer
 
     kind, model = args.tokenizer_type, args.tokenizer_model
     package = _PACKAGES.get(kind)

@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags that pretrain_gpt.py has and no other script."""
-    from megatron.training.argument_utils import ArgumentGroupFactory
+    from megatron_muon.megatron.upstream import ArgumentGroupFactory
 
     ArgumentGroupFactory(RunSettings).build_group(parser, title="this package")
     return parser
@@ -60,7 +60,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
 
 def add_muon_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags for any script, and "highest", full fp32, to --muon-fp32-matmul-prec."""
-    from megatron.training.argument_utils import ArgumentGroupFactory
+    from megatron_muon.megatron.upstream import ArgumentGroupFactory
 
     ArgumentGroupFactory(LoadSettings).build_group(parser, title="loading under megatron-fsdp")
     ArgumentGroupFactory(MuonSettings).build_group(parser, title="muon under megatron-fsdp")
@@ -71,7 +71,7 @@ def add_muon_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
 
 def build_parser() -> Parser:
     """megatron.training's parser with this package's flags, and help that argparse can format."""
-    from megatron.training.arguments import add_megatron_arguments
+    from megatron_muon.megatron.upstream import add_megatron_arguments
 
     # `launch` prints the help.
     parser = Parser(prog="pretrain_gpt.py", allow_abbrev=False, add_help=False)
@@ -212,7 +212,7 @@ def _check_split(prefix: str, split: str, *, needs_validation: bool) -> None:
 
     megatron-core 0.19 would count its epochs for ever, or skip training.
     """
-    from megatron.core.datasets.blended_megatron_dataset_config import (
+    from megatron_muon.megatron.upstream import (
         convert_split_vector_to_split_matrix,
         parse_and_normalize_split,
     )

@@ -13,20 +13,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import mpu
-from megatron.core.datasets import gpt_dataset
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
-from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
-from megatron.training import get_args, get_timers, get_tokenizer, print_rank_0
-from megatron.training.argument_utils import gpt_config_from_args
-from megatron.training.models import GPTModelConfig
-from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_muon.megatron import LOSS
 from megatron_muon.megatron.data.corpus import OutputPaths
 from megatron_muon.megatron.flags.command_line import check_vocabularies
+from megatron_muon.megatron.upstream import (
+    BlendedMegatronDatasetBuilder,
+    GPTDatasetConfig,
+    GPTModelConfig,
+    MockGPTDataset,
+    get_args,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+    get_blend_and_blend_per_split,
+    get_rerun_state_machine,
+    get_timers,
+    get_tokenizer,
+    gpt_config_from_args,
+    gpt_dataset,
+    print_rank_0,
+)
+from megatron_muon.megatron.upstream import parallel_state as mpu
 
 _BATCH_FIELDS = {"tokens", "labels", "loss_mask", "attention_mask", "position_ids"}
 _DATA_SETTINGS = (

@@ -16,9 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.fsdp_dtensor_checkpoint import get_ep_layer_offset
 
 from megatron_muon.core.layout import RowSplit, whole
 from megatron_muon.errors import UserError
@@ -28,6 +25,11 @@ from megatron_muon.matrices.table import Row
 from megatron_muon.matrices.views import Matrices, View
 from megatron_muon.megatron.flags.named_optimizer import is_class
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
+from megatron_muon.megatron.upstream import (
+    TransformerConfig,
+    _get_qkv_split_shapes,
+    get_ep_layer_offset,
+)
 from megatron_muon.patterns import matching, values_of
 from megatron_muon.ranks import new_group_of, numbers_of_all_ranks
 

@@ -6,12 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import (
-    GradReducePipeline,
-    ParamAndGradBuffer,
-)
 
+from megatron_muon.megatron.upstream import GradReducePipeline, MegatronFSDP, ParamAndGradBuffer
 from megatron_muon.patching import Patches
 from megatron_muon.ranks import reduce_scatter_single
 
@@ -42,7 +38,7 @@ def reduce_without_frozen(patches: Patches) -> None:
     `no_shard`, leaves them out.
     """
 
-    @patches.around(ParamAndGradBuffer, "reduce_scatter_gradients", takes=["async_op"])
+    @patches.around(ParamAndGradBuffer, "reduce_scatter_gradients")
     def reduce_scatter_gradients(
         reduce: Callable[..., None], self: Any, async_op: bool = True
     ) -> None:
@@ -111,9 +107,7 @@ def reduce_over_instances(patches: Patches) -> None:
     `no_sync` context of `--overlap-grad-reduce`. Here the end of the reduction makes up for it.
     """
 
-    @patches.around(
-        GradReducePipeline, "reduce_gradients", takes=["params", "outer_fsdp_group_grad_reduce"]
-    )
+    @patches.around(GradReducePipeline, "reduce_gradients")
     def note(
         reduce: Callable[..., None], self: Any, params: Any, *args: Any, **kwargs: Any
     ) -> None:

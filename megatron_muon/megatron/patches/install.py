@@ -16,12 +16,6 @@ from dataclasses import fields
 from types import FunctionType
 from typing import Any
 
-import megatron.core.datasets.utils as dataset_utils
-import megatron.core.optimizer as optimizers
-import megatron.core.pipeline_parallel.schedules as schedules
-import megatron.training.arguments as arguments
-import megatron.training.checkpointing as checkpointing
-import megatron.training.training as training
 import torch
 
 from megatron_muon import cpu
@@ -35,6 +29,9 @@ from megatron_muon.megatron.muon_config import with_settings
 from megatron_muon.megatron.patches.fsdp import patch_megatron_fsdp
 from megatron_muon.megatron.patches.progress import show_progress
 from megatron_muon.megatron.run_device import settle_device
+from megatron_muon.megatron.upstream import arguments, checkpointing, schedules, training
+from megatron_muon.megatron.upstream import optimizer as optimizers
+from megatron_muon.megatron.upstream import utils as dataset_utils
 from megatron_muon.patching import Patches
 from megatron_muon.ranges import check_numbers
 from megatron_muon.ranks import say
@@ -58,7 +55,7 @@ def follow(
     accept_muon(patches)
     use_factory(patches, given)
 
-    @patches.around(arguments, "add_megatron_arguments", takes=["parser"])
+    @patches.around(arguments, "add_megatron_arguments")
     def add_megatron_arguments(
         add: Callable[..., Any], parser: argparse.ArgumentParser
     ) -> argparse.ArgumentParser:
@@ -172,7 +169,7 @@ def accept_muon(patches: Patches) -> None:
     --qk-clip and --log-max-attention-logit, but here local attention provides its logits.
     """
 
-    @patches.around(arguments, "validate_args", takes=["args", "defaults"])
+    @patches.around(arguments, "validate_args")
     def validate_args(
         validate: Callable[..., Any],
         args: argparse.Namespace,
@@ -209,9 +206,8 @@ def use_factory(patches: Patches, given: Mapping[str, Any]) -> None:
     from megatron_muon.megatron.factory import get_megatron_muon_optimizer
 
     made: list[Any] = []
-    takes = ["config", "model_chunks", "config_overrides", "pg_collection"]
 
-    @patches.around(optimizers, "_get_megatron_emerging_optimizer", takes=takes)
+    @patches.around(optimizers, "_get_megatron_emerging_optimizer")
     def get_optimizer(
         build: Callable[..., Any],
         config: Any,
@@ -234,7 +230,7 @@ def use_factory(patches: Patches, given: Mapping[str, Any]) -> None:
         made[:] = [optimizer]
         return optimizer
 
-    @patches.around(training, "clip_qk", takes=["model", "log_max_only"])
+    @patches.around(training, "clip_qk")
     def clip_qk(clip: Callable[..., Any], model: Any, log_max_only: bool = False) -> Any:
         return made[0].qk_clip.largest if made else clip(model, log_max_only)
 
@@ -245,7 +241,7 @@ def name_parts(patches: Patches) -> None:
     0.19 names none of them; torch numbers steps from the start of the process.
     """
 
-    @patches.around(training, "train_step", takes=["iteration"])
+    @patches.around(training, "train_step")
     def train_step(step: Callable[..., Any], *args: Any, iteration: int, **kwargs: Any) -> Any:
         with span(f"iteration {iteration + 1}"):
             return step(*args, iteration=iteration, **kwargs)

@@ -14,16 +14,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import megatron.training.global_vars as global_vars
-import megatron.training.training as training
 import torch
-from megatron.training import get_args, get_timers, print_rank_last
 
 from megatron_muon.checkpoint import folders
 from megatron_muon.megatron import FACTS, FIRST_STEP, LOSS, tell, tells
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.provenance import origin
 from megatron_muon.megatron.state_report import report_state
+from megatron_muon.megatron.upstream import (
+    get_args,
+    get_timers,
+    global_vars,
+    print_rank_last,
+    training,
+)
 from megatron_muon.patching import Patches
 from megatron_muon.ranks import is_first_rank, say
 
@@ -64,13 +68,12 @@ def show_progress(patches: Patches) -> None:
     progress = Progress()
     around = functools.partial(patches.around, training)
     around("get_megatron_optimizer")(progress.keep_optimizer)
-    around("train_step", takes=["iteration"])(progress.step)
-    around("checkpoint_and_decide_exit", takes=["iteration"])(progress.decide_exit)
-    takes = ["loss_dict", "iteration", "skipped_iter", "grad_norm"]
-    around("training_log", takes=takes)(progress.log)
-    around("evaluate", takes=["data_iterator", "model"])(progress.evaluate)
-    around("evaluate_and_print_results", takes=["prefix", "iteration"])(progress.name_evaluation)
-    around("save_checkpoint_and_time", takes=["iteration"])(save)
+    around("train_step")(progress.step)
+    around("checkpoint_and_decide_exit")(progress.decide_exit)
+    around("training_log")(progress.log)
+    around("evaluate")(progress.evaluate)
+    around("evaluate_and_print_results")(progress.name_evaluation)
+    around("save_checkpoint_and_time")(save)
     for name, stage in _STAGES.items():
         around(name)(functools.partial(_tell_and_call, stage))
 

@@ -132,9 +132,8 @@ def _device(gpus: int) -> Finding:
 def checkpoint(directory: Path) -> Iterator[Finding]:
     """The state of a checkpoint: complete or which one to use instead, its origin and contents."""
     with quiet_imports():
-        import megatron.core  # noqa: F401  # tells torch which of its classes a checkpoint may hold
-
         from megatron_muon.checkpoint import content
+        from megatron_muon.megatron.upstream import core  # noqa: F401  # see its row
 
     folder = folders.find(directory)
     try:

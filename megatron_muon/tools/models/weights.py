@@ -14,7 +14,6 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-import megatron.core  # noqa: F401  # tells torch which of its classes a checkpoint may hold
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -25,6 +24,7 @@ from megatron_muon.checkpoint import content, folders
 from megatron_muon.checkpoint.dcp import SummedFiles
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.command_line import build_parser
+from megatron_muon.megatron.upstream import core  # noqa: F401  # see its row
 
 _RELEASE = "release"
 """Megatron's name of weights that no run of Megatron has trained."""

@@ -18,14 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import mpu
-from megatron.core.distributed.fsdp import mcore_fsdp_adapter as adapter
-from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as buffers
-from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.training import training
 
 from megatron_muon.core.layout import Layout
 from megatron_muon.errors import UserError, quiet_imports
@@ -37,6 +29,16 @@ from megatron_muon.megatron.model import matrices as mp
 from megatron_muon.megatron.model.gpt import gpt_config
 from megatron_muon.megatron.model.matrices import muon_matrices, restore_attributes, tag_for_muon
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig, check_supported, with_settings
+from megatron_muon.megatron.upstream import (
+    AttnBackend,
+    LocalSpecProvider,
+    ProcessGroupCollection,
+    SequentialMLP,
+    training,
+)
+from megatron_muon.megatron.upstream import mcore_fsdp_adapter as adapter
+from megatron_muon.megatron.upstream import parallel_state as mpu
+from megatron_muon.megatron.upstream import param_and_grad_buffer as buffers
 from megatron_muon.patching import Patches
 from megatron_muon.settings import steps_for
 from megatron_muon.tools.plan.estimate import Group
@@ -138,7 +140,7 @@ def groups_on_paper(args: argparse.Namespace) -> Iterator[ProcessGroupCollection
     try:
         with Patches() as changes:
             # thousands of groups of other ranks
-            changes.around(mpu, "create_group", takes=("ranks",))(
+            changes.around(mpu, "create_group")(
                 lambda create, ranks, **settings: create(ranks, **settings) if 0 in ranks else None
             )
             mpu.initialize_model_parallel(
