@@ -35,6 +35,8 @@ COLLECTIVE_S = 60
 ANSWER_S = 300
 GRACE_S = 5  # for the other ranks, once one has failed
 TAIL_LINES = 30
+AUDIT_COUNTS = "AUDIT_COUNTS"
+"""Environment variable: all tasks are audited (audited.py), and append their counts to this file."""
 
 
 class RankError(AssertionError):
@@ -46,6 +48,8 @@ class Pool:
 
     def __init__(self) -> None:
         self._around: tuple[str, str] | None = None
+        if AUDIT_COUNTS in os.environ:
+            self._around = "tests.support.audited", "audited"
         self._workers: list[_Worker] = []
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=warm.PROCESS.folder))
         self._tasks = 0
