@@ -36,7 +36,7 @@ ANSWER_S = 300
 GRACE_S = 5  # for the other ranks, once one has failed
 TAIL_LINES = 30
 AUDIT_COUNTS = "AUDIT_COUNTS"
-"""Environment variable: all tasks are audited (audited.py), and append their counts to this file."""
+"""Environment variable: the file to which tasks, all audited then, append counts (audited.py)."""
 
 
 class RankError(AssertionError):

@@ -1,0 +1,109 @@
+"""Audits draw every matrix, and judge a step of a whole matrix by its precision."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_muon.core.cost import Iteration
+from megatron_muon.core.layout import Matrix, RowSplit, Shard, Shards
+from megatron_muon.core.methods.newton_schulz import NewtonSchulz
+from megatron_muon.core.passes import DECOUPLED
+from megatron_muon.fsdp.audit import drawn
+from megatron_muon.fsdp.whole_step import Subject, WholeStep
+
+GROUP = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
+SPLIT = RowSplit(2, (8, 4))
+
+
+@given(st.integers(1, 300), st.integers(0, 10**6))
+def test_as_many_audits_as_matrices_draw_each_once(count: int, first: int) -> None:
+    found = {drawn(number, count) for number in range(first, first + count)}
+    assert found == set(range(count))
+
+
+def subject_of(rows: int, cols: int, **split: Any) -> Subject:
+    half = rows // 2
+    shards = Shards([Shard(0, 0, half, 0, cols), Shard(1, half, rows - half, 0, cols)])
+    return Subject(0, 5, Matrix("layers.0.weight", (rows, cols), shards, **split), GROUP, [])
+
+
+def tensors_of(subject: Subject, rank: int) -> dict[str, torch.Tensor]:
+    """Gradient and momentum of this rank, weights of a usual size."""
+    rows, cols = subject.matrix.shape
+    generator = torch.Generator().manual_seed(0)
+    normal = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
+    return {
+        "weight": 0.02 * normal(rows, cols),
+        "gradient": normal(rows, rank) @ normal(rank, cols),
+        "momentum_buffer": normal(rows, rank) @ normal(rank, cols),
+    }
+
+
+def judge_of(precision: str, **options: Any) -> WholeStep:
+    given = {"nesterov": True, "decay": DECOUPLED, "half": precision == "medium"}
+    method = NewtonSchulz(Iteration(precision=precision))
+    eps = torch.finfo(torch.float32).eps
+    return WholeStep(method, [], **{**given, "weight_eps": eps, "rounds": False, **options})
+
+
+@pytest.mark.parametrize("rank", [1, 3, 60])
+@pytest.mark.parametrize("split", [{}, {"split": SPLIT}])
+def test_a_correct_step_has_no_fault_and_a_lost_row_is_named(rank: int, split: Any) -> None:
+    """Momentum of low rank is what a first batch gives."""
+    subject = subject_of(24, 40, **split)
+    before = tensors_of(subject, rank)
+    after = judge_of("highest")._step(subject, before)
+    found, faults = judge_of("highest").compare(subject, before, after)
+    assert not faults
+    assert "momentum exact" in found
+    after["weight"][17] = before["weight"][17]
+    _, (fault,) = judge_of("highest").compare(subject, before, after)
+    assert fault.endswith("rows 17 to 17 of rank 1")
+    if rank > 1:  # of rank 1 a row may be smaller than the bound of bf16
+        _, (fault,) = judge_of("medium").compare(subject, before, after)
+        assert fault.endswith("rows 17 to 17 of rank 1")
+
+
+@pytest.mark.parametrize("rank", [1, 3, 60])
+def test_an_iteration_in_bf16_is_within_its_bound(rank: int) -> None:
+    """Where momentum has nothing but rounding, updates in bf16 differ by more than their size."""
+    subject = subject_of(24, 40)
+    before = tensors_of(subject, rank)
+    half = judge_of("medium")
+    rounded = {slot: tensor.bfloat16().float() for slot, tensor in before.items()}
+    rounded["weight"] = before["weight"]
+    after = half._step(subject, rounded)
+    after["momentum_buffer"] = half._step(subject, before)["momentum_buffer"]
+    _, faults = half.compare(subject, before, after)
+    assert not faults
+    if rank < 60:
+        exact = half._step(subject, before)["weight"] - before["weight"]
+        assert (after["weight"] - before["weight"] - exact).norm() > 0.05 * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            lambda before, after: after["weight"].sub_(before["weight"], alpha=0.1 * 0.02),
+            "weights decay by 0.2 ",
+        ),
+        (lambda before, after: after["weight"].lerp_(before["weight"], 0.1), "update differs by "),
+        (lambda before, after: after["momentum_buffer"].mul_(1.0 + 1e-5), "momentum differs by "),
+        (lambda before, after: before["gradient"].zero_(), "its gradient is zero"),
+        (lambda before, after: before["gradient"].fill_(math.nan), "it moved, but "),
+    ],
+)
+def test_what_differs_is_said(change: Any, text: str) -> None:
+    subject = subject_of(24, 40)
+    before = tensors_of(subject, 60)
+    after = judge_of("highest")._step(subject, before)
+    change(before, after)
+    _, faults = judge_of("highest").compare(subject, before, after)
+    assert any(fault.startswith(text) for fault in faults), faults
