@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_muon.version import __version__
 
 if TYPE_CHECKING:
+    from megatron_muon.fsdp.foreign_state import momentum_from
     from megatron_muon.fsdp.muon import Muon
     from megatron_muon.fsdp.sharded import Sharded
     from megatron_muon.megatron.enable import enable
@@ -39,6 +40,7 @@ __all__ = [
     "enable",
     "get_megatron_muon_optimizer",
     "mend_megatron_fsdp",
+    "momentum_from",
     "patch_megatron_fsdp",
 ]
 
@@ -50,6 +52,7 @@ _PLACES = {
     "enable": "megatron_muon.megatron.enable",
     "get_megatron_muon_optimizer": "megatron_muon.megatron.factory",
     "mend_megatron_fsdp": "megatron_muon.megatron.patches.fsdp",  # the former name
+    "momentum_from": "megatron_muon.fsdp.foreign_state",
     "patch_megatron_fsdp": "megatron_muon.megatron.patches.fsdp",
 }
 

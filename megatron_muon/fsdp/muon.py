@@ -23,11 +23,12 @@ from megatron_muon.fsdp.parameter_groups import ADAMW, MUON, OPTIMIZER, members_
 from megatron_muon.fsdp.part import NUMBERS, Part, view_parameters
 from megatron_muon.fsdp.rank_sets import RankSet, largest_of, rank_sets
 from megatron_muon.fsdp.read_numbers import ON_DEVICE
-from megatron_muon.fsdp.selection import Patterns, Predicate, Selection, select, warn_of_stacks
+from megatron_muon.fsdp.selection import Patterns, Predicate, Selection, report, select
 from megatron_muon.fsdp.state_dicts import MuonState
 from megatron_muon.fsdp.step import adamw_numbers, step_adamw
 from megatron_muon.matrices import cuts
 from megatron_muon.matrices.fused import Split
+from megatron_muon.matrices.table import table
 from megatron_muon.metrics import Sampler
 from megatron_muon.offload.run import offload_run
 from megatron_muon.ranges import number_of
@@ -176,8 +177,7 @@ class Muon(MuonState):
             defaults = {name: float(self._settings[name]) for name in names}
             super().__init__(options.with_defaults(selection.groups, self._settings), defaults)
             self._build(selection)
-        if given["matrices"] is None:
-            warn_of_stacks(self.selection)
+        report(self.selection, self.matrix_optimizer)
 
     def _build(self, selection: Selection) -> None:
         """Plan for the parameters of `param_groups`. Collective; a failure leaves no files."""
@@ -260,7 +260,7 @@ class Muon(MuonState):
         One line for each kind of parameter, such as all layers' query projections; with `full` for
         each parameter.
         """
-        return self.selection.table(full=full)
+        return table(self.selection.rows(), frozen=len(self.selection.frozen), full=full)
 
     @_disable_dynamo  # compiled, the foreach calls of AdamW's step fail
     @torch.no_grad()

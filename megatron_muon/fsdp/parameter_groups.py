@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron_muon.errors import UserError
 from megatron_muon.matrices.fused import note_of
+from megatron_muon.matrices.table import IN_GROUP
 from megatron_muon.matrices.views import Matrices, View
 from megatron_muon.ranges import check_number
 from megatron_muon.shards import local_part
@@ -149,7 +150,7 @@ def read_parameters(params: Any, matrix_optimizer: str = MUON) -> dict[torch.Ten
                 is_named=bool(given),
                 group=number,
                 options=options,
-                why="its group says so" if options.get(OPTIMIZER) == ADAMW else "",
+                why=IN_GROUP if options.get(OPTIMIZER) == ADAMW else "",
             )
     return found
 

@@ -28,12 +28,10 @@ from megatron_muon.fsdp.parameter_groups import (
     read_parameters,
 )
 from megatron_muon.matrices import fused
-from megatron_muon.matrices.roles import roles_of, why_not_muon
-from megatron_muon.matrices.table import Row, table
+from megatron_muon.matrices.roles import may_be_stack, roles_of, why_not_muon
+from megatron_muon.matrices.table import CHOSEN, Row, doubt, totals
 from megatron_muon.patterns import matching, values_of
-
-_LARGEST_KERNEL = 16
-"""Largest side of a convolution's kernel; parameters with larger ones count as stacks."""
+from megatron_muon.ranks import is_first_rank, say
 
 Predicate = Callable[[str, torch.Tensor], bool]
 """True if Muon takes the parameter of this name."""
@@ -73,8 +71,8 @@ class Selection:
         frozen = {torch.empty(0): name for name in self.frozen.values()}
         return Selection(groups, choices, frozen)
 
-    def table(self, *, full: bool = False) -> str:
-        """A table of parameters: their optimizer and why, splits, and decay."""
+    def rows(self) -> list[Row]:
+        """Rows of the table: parameters, their optimizer and why, splits, and decay."""
         rows = []
         for group in sorted(self.groups, key=lambda group: group[OPTIMIZER] == ADAMW):
             optimizer = group[OPTIMIZER]
@@ -84,23 +82,18 @@ class Selection:
                 if optimizer == ADAMW and not decays(group, p):
                     note += "; no weight decay"
                 rows.append(Row(optimizer, choice.name, p.shape, note))
-        return table(rows, frozen=len(self.frozen), full=full)
+        return rows
 
 
-def warn_of_stacks(selection: Selection) -> None:
-    """Warn if AdamW takes more elements of possible stacks than Muon takes, unless requested."""
-    stacks: dict[str, int] = {}
-    for p, choice in selection.choices.items():
-        is_stack = _may_be_stack(choice.name, p) and choice.why == f"{p.ndim}D"
-        if is_stack and min(p.shape[-2:]) > _LARGEST_KERNEL:
-            stacks[choice.name] = p.numel()
-    elements = sum(stacks.values())
-    if elements > sum(p.numel() for p in selection.matrices):
+def report(selection: Selection, matrix_optimizer: str) -> None:
+    """Print totals on the first rank, and warn if few of the matrices' elements are Muon's."""
+    rows = selection.rows()
+    say(f"megatron-muon: parameters: {totals(rows)}")
+    text = doubt(rows, matrix_optimizer)
+    if text and is_first_rank():
         warnings.warn(
-            f"AdamW takes {elements:,} elements of parameters that may be stacks of matrices, more"
-            f" than Muon takes of all; the first is {next(iter(stacks))}: name them in stacks= or"
-            " exclude=",
-            stacklevel=3,
+            f"{text}: name it in matrices= or stacks=, or in a group with optimizer='adamw'",
+            stacklevel=4,
         )
 
 
@@ -183,7 +176,7 @@ def _give_reasons(
         role = roles.get(name, "")
         is_named = name in read_as
         choices[p].why = why_not_muon(name, p, is_named=is_named, role=role)
-        if is_named or p.ndim == 2 or _may_be_stack(name, p):
+        if is_named or p.ndim == 2 or may_be_stack(name, p.shape):
             possible.append(name)
     if given.matrices is not None:
         if callable(given.matrices):
@@ -195,19 +188,7 @@ def _give_reasons(
             choices[p].why = "" if name in wanted else why
     taken = [name for name, p in free.items() if not choices[p].why]
     for name in matching("exclude", given.exclude, taken, others=free):
-        choices[free[name]].why = "exclude"
-
-
-def _may_be_stack(name: str, parameter: torch.Tensor) -> bool:
-    """True if a parameter can be a stack of matrices.
-
-    A convolution is recognized by its name, or by a small kernel with equal sides.
-    """
-    if parameter.ndim < 3 or "conv" in name.lower():
-        return False
-    rows, cols = parameter.shape[-2:]
-    is_kernel = parameter.ndim > 3 and rows == cols <= _LARGEST_KERNEL
-    return min(rows, cols) > 1 and not is_kernel
+        choices[free[name]].why = CHOSEN
 
 
 def _read(
@@ -249,7 +230,7 @@ def _check_shape(p: torch.Tensor, choice: Choice) -> None:
     """Raise a UserError for what Muon cannot read as a matrix or a stack."""
     # without a name or group nothing tells a stack from its shape
     is_said = choice.is_named or choice.options.get(OPTIMIZER)
-    is_stack = is_said and _may_be_stack(choice.name, p)
+    is_stack = is_said and may_be_stack(choice.name, p.shape)
     if not p.numel() or not (p.ndim == 2 or is_stack):
         raise UserError(
             f"{choice.name} has shape {tuple(p.shape)}; Muon takes matrices and, by name, stacks"

@@ -11,6 +11,7 @@ import torch
 from megatron_muon.core.build import LOCAL, SHARED
 from megatron_muon.core.rows import MOMENTUM, STEPS
 from megatron_muon.errors import OffloadError, UserError
+from megatron_muon.fsdp.foreign_state import GROUPS, in_own_form
 from megatron_muon.fsdp.parameter_groups import ADAMW, MUON, OPTIMIZER, members_of
 from megatron_muon.fsdp.part import Part, State, refuse_copy
 from megatron_muon.fsdp.selection import Selection
@@ -114,15 +115,21 @@ class MuonState(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As any optimizer's, except that momentum stays fp32 whatever the parameters are.
 
+        Also takes what `momentum_from` returns; groups keep their settings then.
+
         A parameter that was frozen after construction keeps its state; missing state of AdamW
         starts at zero, and so, with a warning, do matrices whose state is another optimizer's. If
         state of a matrix is missing or of another shape, raises a UserError and loads nothing.
         """
         self._require_open()
         self._follow_replaced()
-        if any(OPTIMIZER not in group for group in state_dict["param_groups"]):
+        if GROUPS in state_dict:
+            self._refuse_foreign()
+            state_dict = in_own_form(state_dict, self.param_groups, self.selection.choices)
+        elif any(OPTIMIZER not in group for group in state_dict["param_groups"]):
             raise UserError(
-                "the state to load is another optimizer's; load one that Muon has saved"
+                "the state to load is another optimizer's; load one that Muon has saved, or convert"
+                " that of another Muon by megatron_muon.momentum_from"
             )
         saved, others = self._saved(state_dict)
         before = [dict(group) for group in self.param_groups]
@@ -142,6 +149,10 @@ class MuonState(torch.optim.Optimizer):
         self._is_fresh = False
         if self.parts[0].captured is not None:
             self._capture()  # other tensors have the numbers of groups
+
+    def _refuse_foreign(self) -> None:
+        if self.matrix_optimizer != MUON:
+            raise UserError(f"{self.matrix_optimizer} cannot take the state of another Muon")
 
     def _saved(
         self,

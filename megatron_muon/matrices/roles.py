@@ -57,6 +57,10 @@ _NO_VOCABULARY = ("pos", "wpe", "type")
 """Parts of names of embeddings whose rows are positions or types of tokens, not words."""
 
 
+_LARGEST_KERNEL = 16
+"""Largest side of a convolution's kernel; parameters with larger ones count as stacks."""
+
+
 def why_not_muon(
     name: str,
     parameter: torch.Tensor,
@@ -87,6 +91,23 @@ def why_not_muon(
     if role != LINEAR and _any_match(components, EMBEDDINGS):
         return EMBEDDING
     return "vector" if not is_stack and 1 in parameter.shape else ""
+
+
+def may_be_stack(name: str, shape: Sequence[int]) -> bool:
+    """True if a parameter can be a stack of matrices.
+
+    A convolution is recognized by its name, or by a small kernel with equal sides.
+    """
+    if len(shape) < 3 or "conv" in name.lower():
+        return False
+    rows, cols = shape[-2:]
+    is_kernel = len(shape) > 3 and rows == cols <= _LARGEST_KERNEL
+    return min(rows, cols) > 1 and not is_kernel
+
+
+def may_be_wide_stack(name: str, shape: Sequence[int]) -> bool:
+    """The same, if no kernel of a convolution is as large."""
+    return may_be_stack(name, shape) and min(shape[-2:]) > _LARGEST_KERNEL
 
 
 def _any_match(components: Iterable[str], patterns: Sequence[str]) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from megatron_muon.core.layout import RowSplit
+from megatron_muon.matrices.roles import CONVOLUTION, EMBEDDING, OUTPUT, may_be_wide_stack
 
 _NUMBER_OF_LAYER = re.compile(r"(?<![^.])\d+(?![^.])|(?<=\.weight)\d+$")
 """The number of a layer, or of an expert, in a parameter's name."""
@@ -18,6 +19,16 @@ _NUMBER_OF_LAYER = re.compile(r"(?<![^.])\d+(?![^.])|(?<=\.weight)\d+$")
 _HEADER = "optimizer     tensors      parameters    share"
 _TOTALS = "{:<12}{:>9,}{:>16,}{:>9.1%}"
 _KIND = "{:<12}{:>9,}{:>16}  {}"
+
+CHOSEN = "exclude"
+"""A reason that the user gave, like `IN_GROUP`, and those of Megatron's scripts and flags."""
+
+IN_GROUP = "its group says so"
+
+_INTENDED = (CHOSEN, IN_GROUP, CONVOLUTION, "use_muon=False", "--muon-exclude")
+"""Reasons that leave no doubt."""
+
+_LEAST_SHARE = 0.5
 
 
 class Row(NamedTuple):
@@ -60,6 +71,46 @@ def table(
         note = f" ({row.note})" if row.note else ""
         lines.append(_KIND.format(row.optimizer, len(names), shape, name + note))
     return "\n".join(lines)
+
+
+def totals(rows: Sequence[Row]) -> str:
+    """The number of elements that each optimizer takes, in one line."""
+    return ", ".join(f"{count:,} to {name}" for name, count in elements_of(rows).items())
+
+
+def doubt(rows: Sequence[Row], label: str) -> str:
+    """A warning if `label` takes under half of the elements that could be matrices, else empty.
+
+    Not counted: vectors, convolutions, parameters that the user left out, and embeddings and
+    output layers, unless they are inside numbered layers.
+    """
+    counted = [row for row in rows if row.optimizer == label or _may_be_matrix(row)]
+    elements = elements_of(counted)
+    total = elements.total()
+    if elements[label] >= _LEAST_SHARE * total:
+        return ""
+    others = [row for row in counted if row.optimizer != label]
+    largest = max(others, key=lambda row: math.prod(row.shape))
+    return (
+        f"{label} takes {elements[label] / total:.1%} of {total:,} elements of weights that may be"
+        f" matrices; the largest that it leaves is {largest.name} ({_reason(largest)})"
+    )
+
+
+def _may_be_matrix(row: Row) -> bool:
+    """True for a row of another optimizer that `doubt` counts."""
+    reason = _reason(row)
+    is_inside = any(part.isdigit() for part in row.name.split(".")[:-2])
+    if reason in (EMBEDDING, OUTPUT):
+        return is_inside
+    if reason in _INTENDED or len(row.shape) < 2:
+        return False
+    return len(row.shape) == 2 or may_be_wide_stack(row.name, row.shape)
+
+
+def _reason(row: Row) -> str:
+    """The reason why a parameter is not a matrix, as its note begins."""
+    return row.note.partition(";")[0] or f"{len(row.shape)}D"
 
 
 def elements_of(rows: Iterable[Row]) -> Counter[str]:

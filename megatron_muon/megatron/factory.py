@@ -18,7 +18,7 @@ from megatron_muon.errors import UserError
 from megatron_muon.fsdp.assembly import Beside
 from megatron_muon.fsdp.guards import compare_settings
 from megatron_muon.fsdp.part import Part
-from megatron_muon.matrices.table import elements_of, table
+from megatron_muon.matrices.table import doubt, elements_of, table
 from megatron_muon.matrices.views import Matrices
 from megatron_muon.megatron.attention_logits import AttentionLogits
 from megatron_muon.megatron.builder import build_muon
@@ -194,6 +194,8 @@ def _report(
     label = config.optimizer if is_class(config.optimizer) else mp.MUON
     rows = mp.parameter_rows(groups, names, matrices, label)
     say(table(rows, full=config.muon_log_params))
+    if text := doubt(rows, label):
+        say(f"megatron-muon: warning: {text}: set its use_muon to True or False")
     elements = elements_of(rows)
     return {
         "muon_parameters": elements[label],

@@ -1,5 +1,7 @@
 """Settings of all unit tests."""
 
+import inspect
+import re
 import sys
 
 import pytest
@@ -37,3 +39,19 @@ def patches(monkeypatch):
 
     with Patches() as patches:
         yield patches
+
+
+@pytest.fixture
+def torch_in_fp32(monkeypatch):
+    """torch.optim.Muon always iterates in bf16; its own source in fp32."""
+    from torch.optim import _muon as torch_muon
+
+    source = inspect.getsource(torch_muon._zeropower_via_newtonschulz)
+    # up to torch 2.14, and from 2.15 on
+    in_bf16 = r"grad\.bfloat16\(\)|grad\.to\(dtype=torch\.bfloat16, copy=True\)"
+    source, replaced = re.subn(in_bf16, "grad.clone()", source)
+    assert replaced == 1
+    names = dict(vars(torch_muon))
+    exec(source, names)
+    name = "_zeropower_via_newtonschulz"
+    monkeypatch.setattr(torch_muon, name, names[name])

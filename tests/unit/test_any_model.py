@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import _muon as torch_muon
 
 import megatron_muon
 from megatron_muon.errors import UserError
@@ -37,20 +35,6 @@ def trained(optimizer: torch.optim.Optimizer, steps: int = 10) -> list[torch.Ten
 def matrices() -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(3)
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
-
-
-@pytest.fixture
-def torch_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.optim.Muon always iterates in bf16; its own source in fp32."""
-    source = inspect.getsource(torch_muon._zeropower_via_newtonschulz)
-    # up to torch 2.14, and from 2.15 on
-    in_bf16 = r"grad\.bfloat16\(\)|grad\.to\(dtype=torch\.bfloat16, copy=True\)"
-    source, replaced = re.subn(in_bf16, "grad.clone()", source)
-    assert replaced == 1
-    names = dict(vars(torch_muon))
-    exec(source, names)
-    name = "_zeropower_via_newtonschulz"
-    monkeypatch.setattr(torch_muon, name, names[name])
 
 
 GIVEN: list[dict[str, Any]] = [

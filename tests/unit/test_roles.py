@@ -152,7 +152,7 @@ def warned(act: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         act()
-    return [str(each.message) for each in caught if "stacks of matrices" in str(each.message)]
+    return [str(each.message) for each in caught if "may be matrices" in str(each.message)]
 
 
 def stack_beside_matrix() -> list[tuple[str, nn.Parameter]]:
@@ -169,8 +169,12 @@ def test_a_warning_names_stacks_that_adamw_takes() -> None:
     """Story: beside one matrix, stacks without a known name trained with AdamW."""
     given = stack_beside_matrix()
     (text,) = warned(lambda: megatron_muon.Muon(given))
-    assert text.startswith("AdamW takes 1,200 elements of parameters that may be stacks")
-    assert text.endswith("the first is layers.0.moe.w13: name them in stacks= or exclude=")
+    expected = (
+        "muon takes 25.0% of 1,600 elements of weights that may be matrices; the largest that it"
+        " leaves is layers.0.moe.w13 (3D): name it in matrices= or stacks=, or in a group with"
+        " optimizer='adamw'"
+    )
+    assert text == expected
 
 
 @pytest.mark.parametrize(
@@ -192,6 +196,46 @@ def test_no_warning_for_what_users_chose_themselves(settings: dict[str, Any]) ->
             },
         ]
     assert warned(lambda: megatron_muon.Muon(given, **settings)) == []
+
+
+def with_names(*names: str) -> list[tuple[str, nn.Parameter]]:
+    """A matrix for Muon, and larger weights of these names."""
+    named = [("layers.0.up.weight", nn.Parameter(torch.ones(20, 20)))]
+    return named + [(name, nn.Parameter(torch.ones(900, 20))) for name in names]
+
+
+def test_a_warning_names_a_network_whose_name_says_embedding() -> None:
+    """Story: names of modules decide, so one called `embedder` trained with AdamW, all of it."""
+    (text,) = warned(lambda: megatron_muon.Muon(with_names("embedder.layers.0.up.weight")))
+    assert text.startswith("muon takes 2.2% of 18,400 elements")
+    assert "leaves is embedder.layers.0.up.weight (embedding)" in text
+    (text,) = warned(
+        lambda: megatron_muon.Muon(with_names("layers.1.up.weight"), matrices=["layers.0"])
+    )
+    assert "leaves is layers.1.up.weight (not among matrices)" in text
+
+
+def test_no_warning_for_large_embeddings_and_output_layers() -> None:
+    """In a small model most elements are theirs."""
+    given = with_names("wte.weight", "embed_tokens.0.weight", "lm_head.weight")
+    assert warned(lambda: megatron_muon.Muon(given)) == []
+    half = [*with_names(), ("layers.0.bias_table", nn.Parameter(torch.ones(20, 20)))]
+    assert warned(lambda: megatron_muon.Muon(half)) == []
+    given = with_names("layers.1.up.weight")
+    assert warned(lambda: megatron_muon.Muon(given, exclude=["layers.1"])) == []
+
+
+def test_a_line_at_the_start_says_how_many_parameters_each_takes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the first rank alone, as the warning."""
+    given = with_names("wte.weight", "embedder.layers.0.up.weight")
+    assert len(warned(lambda: megatron_muon.Muon(given))) == 1
+    expected = "megatron-muon: parameters: 400 to muon, 36,000 to adamw\n"
+    assert capsys.readouterr().out == expected
+    monkeypatch.setenv("RANK", "1")
+    assert warned(lambda: megatron_muon.Muon(given)) == []
+    assert capsys.readouterr().out == ""
 
 
 def test_no_warning_for_convolutions() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron_muon.core.layout import RowSplit
 from megatron_muon.errors import UserError
-from megatron_muon.matrices.table import table
+from megatron_muon.matrices.table import Row, doubt, table
 from megatron_muon.matrices.views import Matrices
 from megatron_muon.megatron.model import matrices as mp
 from megatron_muon.patterns import matching
@@ -120,6 +120,13 @@ def test_the_table_says_why_and_what_is_split() -> None:
         "adam 1 16 norm.weight",
     ):
         assert line in lines, shown
+    assert doubt(rows, "muon") == ""  # the table, the output layer and the excluded are larger
+    stack = Row("adam", "decoder.layers.0.moe.w13", (4, 32, 48))
+    expected = (
+        "muon takes 25.0% of 8,192 elements of weights that may be matrices; the largest that it"
+        " leaves is decoder.layers.0.moe.w13 (3D)"
+    )
+    assert doubt([*rows, stack], "muon") == expected
 
 
 PARTS = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.router", "mlp.linear_fc1")
