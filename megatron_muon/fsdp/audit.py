@@ -78,6 +78,7 @@ class Audit:
             self._matrix,
             self._part.rows.groups[self._index],
             self._part.method_state.of_matrix(self._index),
+            self._part.waves.method.device,
         )
         self._elements = Counter[tuple[int, int]]()
         return counting(probe, self._elements)

@@ -50,6 +50,7 @@ class Subject:
         step: its number, from 1.
         group: numbers of its parameter group.
         state: of each block by slot, flat, of methods that keep state.
+        device: where steps are compared.
     """
 
     index: int
@@ -57,11 +58,12 @@ class Subject:
     matrix: Matrix
     group: Mapping[str, Any]
     state: Sequence[Tensors]
+    device: torch.device
 
     @cached_property
     def blocks(self) -> list[Tensor]:
         """Row numbers of each block."""
-        numbers = torch.arange(self.matrix.shape[0]).view(-1, 1)
+        numbers = torch.arange(self.matrix.shape[0], device=self.device).view(-1, 1)
         return [rows.reshape(-1) for rows in self.matrix.split.views(numbers)]
 
     def number(self, name: str) -> float:
@@ -131,9 +133,8 @@ class WholeStep:
         self, subject: Subject, before: Tensors, after: Tensors
     ) -> tuple[list[str], list[str]]:
         """Findings and faults of a step, from whole fp32 tensors `(rows, cols)` by slot."""
-        device = self._method.device
-        before = {slot: tensor.to(device) for slot, tensor in before.items()}
-        after = {slot: tensor.to(device) for slot, tensor in after.items()}
+        before = {slot: tensor.to(subject.device) for slot, tensor in before.items()}
+        after = {slot: tensor.to(subject.device) for slot, tensor in after.items()}
         largest = before[GRADIENT].abs().max()
         most = 1.0 / LEAST_FACTOR if isinstance(self._method, OwnerMethod) else math.inf
         if not largest < most:  # NaN is not

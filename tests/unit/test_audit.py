@@ -30,7 +30,8 @@ def test_as_many_audits_as_matrices_draw_each_once(count: int, first: int) -> No
 def subject_of(rows: int, cols: int, **split: Any) -> Subject:
     half = rows // 2
     shards = Shards([Shard(0, 0, half, 0, cols), Shard(1, half, rows - half, 0, cols)])
-    return Subject(0, 5, Matrix("layers.0.weight", (rows, cols), shards, **split), GROUP, [])
+    matrix = Matrix("layers.0.weight", (rows, cols), shards, **split)
+    return Subject(0, 5, matrix, GROUP, [], torch.device("cpu"))
 
 
 def tensors_of(subject: Subject, rank: int) -> dict[str, torch.Tensor]:
