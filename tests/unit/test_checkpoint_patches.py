@@ -112,7 +112,6 @@ def test_each_slot_of_a_fused_parameter_goes_with_its_parts():
         absorbed: (norm,),
     }
     shapes = {fused: (4, 2), latent: (6, 2), absorbed: (2,), "output.weight": (3, 2)}
-    model = types.SimpleNamespace(get_parameter=lambda name: torch.empty(shapes[name]))
 
     def split(tensors):
         made = {}
@@ -125,8 +124,9 @@ def test_each_slot_of_a_fused_parameter_goes_with_its_parts():
     for name, shape in shapes.items():
         state[name] = {"momentum_buffer": torch.rand(shape), "step": torch.tensor(3.0)}
     state[latent]["moment2"] = torch.rand(6, 1)
-    found = checkpoint_patches._in_parts(state, model, split)
-    assert list(found) == [*new[fused], *new[latent], norm, "output.weight"]
+    made = {"layers.1.mlp.linear_fc1.weight_w": {"step": torch.tensor(3.0)}}
+    found = checkpoint_patches._in_parts(state | made, shapes, split)
+    assert list(found) == [*new[fused], *new[latent], norm, "output.weight", *made]
     assert found["output.weight"] is state["output.weight"]
     for name, parts in new.items():
         halves = [found[part]["momentum_buffer"] for part in parts]

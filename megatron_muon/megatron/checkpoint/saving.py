@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -204,8 +204,9 @@ def split_swiglu(patches: Patches) -> None:
                 # as the optimizer's state counts them
                 names = handlers.handle_experts_in_state_dict(names, experts)
             whole = _AnyDepth(model, names)
+            shapes = {plain(name): parameter.shape for name, parameter in names.items()}
             state = _in_parts(
-                optimizer_state["state"], whole, lambda slot: handle(whole, slot, None)[0]
+                optimizer_state["state"], shapes, lambda slot: handle(whole, slot, None)[0]
             )
         return model_state, {**optimizer_state, "state": state}
 
@@ -255,16 +256,20 @@ def _made_in_place(
 
 def _in_parts(
     state: dict[str, dict[str, Any]],
-    model: torch.nn.Module,
+    shapes: Mapping[str, torch.Size],
     split: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
 ) -> dict[str, dict[str, Any]]:
-    """Optimizer state by parameter, with fused projections as several."""
+    """Optimizer state by parameter, with fused ones of these shapes as several.
+
+    Parts that another handler has made are left alone.
+    """
     made: dict[str, dict[str, Any]] = {}
     for slot in dict.fromkeys(itertools.chain(*state.values())):  # in one order on every rank
         elementwise = {}
         for name, slots in state.items():
-            if getattr(slots.get(slot), "shape", None) == model.get_parameter(name).shape:
-                elementwise[name] = slots[slot]
+            value = slots.get(slot)
+            if isinstance(value, torch.Tensor) and value.shape == shapes.get(plain(name)):
+                elementwise[name] = value
         for name, tensor in split(elementwise).items():
             made.setdefault(name, {})[slot] = tensor
     parts: dict[str, list[str]] = {}
