@@ -97,7 +97,7 @@ def check(module: str) -> None:
         UserError: a name is missing, or does not accept a parameter.
     """
     core = importlib.import_module("megatron.core")
-    check_imported(core.__version__, core.__file__)
+    check_imported(core.__version__, str(core.__file__))
     version = metadata.version("megatron-core")
     if not getattr(importlib.import_module(module), "HAVE_EMERGING_OPTIMIZERS", True):
         raise UserError(_without_emerging_optimizers(module))
