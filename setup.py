@@ -77,7 +77,7 @@ setup(
     extras_require={
         "megatron": [
             # its internals are patched by version: see megatron_muon/megatron
-            "megatron-core>=0.19,<0.20",
+            "megatron-core>=0.19,<0.21",
             "einops>=0.8",  # Megatron-FSDP imports it, megatron-core does not declare it
             "tensorboard>=2.16",
         ],

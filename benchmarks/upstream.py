@@ -117,7 +117,8 @@ class Sources:
         kept = len(parts) - node.level + is_package if node.level else 0
         start = ".".join([*parts[:kept], *filter(None, [node.module])])
         (original,) = [each.name for each in node.names if (each.asname or each.name) == name][:1]
-        return (start, original) if self._file(start) else None
+        is_ours = start.split(".")[0] == parts[0]
+        return (start, original) if is_ours and self._file(start) else None
 
     def _in_class(self, found: Definition, member: str) -> Iterator[Definition]:
         own = [node for node in _flat(getattr(found.node, "body", [])) if _names(node, member)]

@@ -2,7 +2,8 @@
 
 Works on the index that torch's distributed checkpointing writes (`.metadata`). Names are those of
 the checkpoint: `optimizer.state.<parameter>.<slot>`, with the two halves of a SwiGLU projection as
-parameters ending in `_w` and `_v`.
+parameters ending in `_w` and `_v`; megatron-core 0.20 also splits latent attention's fused down
+projection.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ _STATE = "optimizer.state."
 _META = "optimizer.param_to_group_meta."
 _WEIGHTS = "model."
 _HALVES = ("_w", "_v")
+_PARTS = (
+    (r"_[wv]$", ""),
+    (r"\.linear_(q|kv)_down_proj\.", ".linear_qkv_down_proj."),
+    (r"\.input_layernorm\.", ".self_attention.linear_qkv_down_proj.layer_norm_"),
+)
+"""Patterns of names of parts, and the names of the fused parameters that have them."""
 
 STEP = "step"
 """Adam's count of steps: a slot of each parameter's state, or a setting of its group."""
@@ -76,9 +83,9 @@ def plain(name: str) -> str:
 
 
 def whole_name(parameter: str, known: Container[str]) -> str:
-    """The known parameter that `parameter` is, or is a half of."""
-    whole = parameter[:-2]
-    return whole if parameter.endswith(_HALVES) and whole in known else parameter
+    """The known parameter that `parameter` is, or is a part of."""
+    names = (re.sub(part, fused, parameter) for part, fused in _PARTS)
+    return next((name for name in names if name in known), parameter)
 
 
 def optimizer_slots(entries: Iterable[str]) -> dict[str, frozenset[str]]:

@@ -38,14 +38,17 @@ def enable(**settings: Any) -> None:
             before = _enabled or "no settings"
             raise UserError(f"megatron_muon.enable was called before, with {before}; call it once")
         return
-    check_versions()
+    warning = check_versions()
     with quiet_imports():
         from megatron_muon.megatron.patches import install
         from megatron_muon.megatron.upstream import global_vars
         from megatron_muon.patching import Patches
+        from megatron_muon.ranks import say
 
     if global_vars._GLOBAL_ARGS is not None or _has_megatrons_muon():
         raise UserError(f"megatron_muon.enable comes too late; {install.TOO_LATE}")
+    if warning:
+        say(f"megatron-muon: {warning}")
     install.follow(Patches(), settings)
     _enabled = settings
 

@@ -129,7 +129,7 @@ def open_line(argv: Sequence[str], *, writes: bool, overridden: Iterable[str] = 
 
     A run that `writes` starts on this machine. `overridden` flags may be unusable in the config.
     """
-    check_versions()
+    warning = check_versions()
     early = Parser(add_help=False, allow_abbrev=False)
     early.add_argument("--config", type=Path)
     early.add_argument("--device", choices=("auto", "cuda", "cpu"))
@@ -153,6 +153,7 @@ def open_line(argv: Sequence[str], *, writes: bool, overridden: Iterable[str] = 
         parser = arguments.build_parser()
     if config is not None:
         config_file.check_flags(config, parser._option_string_actions)
+    notes = [*filter(None, [warning]), *notes]
     elsewhere = device == "cuda" and cpu.installed()
     return Opened(config, rest, given.resume, device, elsewhere, parser, notes)
 
@@ -226,7 +227,7 @@ def complete(args: argparse.Namespace) -> None:
     is 1, unless buckets that are cut by size depend on it. `args` have `rank` and `world_size`.
     """
     from megatron_muon.megatron.data.tokenizers import build_megatron
-    from megatron_muon.megatron.upstream import vocab_size_with_padding
+    from megatron_muon.megatron.upstream import installed, vocab_size_with_padding
 
     with _as_in_training():
         _validate(args)
@@ -234,7 +235,7 @@ def complete(args: argparse.Namespace) -> None:
             try:
                 build_megatron(args)  # which pads the vocabulary, too
             except UserError:
-                if args.data_parallel_sharding_strategy != "optim_grads_params":
+                if args.data_parallel_sharding_strategy not in installed().CUT_BY_LAYER:
                     raise
                 args.vocab_size = 1
         if args.pad_vocab_size and args.padded_vocab_size is None:

@@ -14,25 +14,52 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from megatron_muon.errors import UserError, install
 from megatron_muon.version import __version__
 
-MEGATRON_CORE = "0.19"
-VERSIONS = ("0.19.2", "0.20.0")
+VERSIONS = ("0.19.0", "0.19.1", "0.19.2", "0.20.0")
+"""The versions of megatron-core that were tried."""
+
+ANY_VERSION = "MEGATRON_MUON_ANY_VERSION"
+"""Environment variable: 1 accepts other versions."""
+
+_ADVISED = "0.19.2"
 _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = "megatron-core torch triton emerging-optimizers transformer-engine deepspeed muon-fsdp2"
 
 
-def check_versions(megatron_core: str | None = None) -> None:
-    """Raise a UserError for an unsupported megatron-core, the installed one by default."""
+def check_versions(megatron_core: str | None = None) -> str:
+    """A warning about a megatron-core, the installed one by default, that was not tried, or "".
+
+    Raises:
+        UserError: it was not tried, and `ANY_VERSION` does not accept it.
+    """
     try:
         megatron_core = megatron_core or metadata.version("megatron-core")
     except metadata.PackageNotFoundError:
         raise UserError(f"megatron-core is not installed; {install('megatron')}") from None
-    if not re.match(rf"{re.escape(MEGATRON_CORE)}(?!\d)", megatron_core):
-        # For Python 3.11 pip installs 0.16.
-        remedy = f"with Python 3.12 or 3.13 type: pip install 'megatron-core=={MEGATRON_CORE}.*'"
-        raise UserError(f"megatron-core {megatron_core} is not supported; {remedy}")
+    if Version(megatron_core).public in VERSIONS:
+        return ""
+    untried = f"megatron-core {megatron_core} was not tried with this package"
+    if os.environ.get(ANY_VERSION) == "1":
+        return f"warning: {untried}; those that were: {', '.join(VERSIONS)}"
+    raise UserError(
+        # for Python 3.11 pip installs 0.16
+        f"{untried}; with Python 3.12 or 3.13 type: pip install megatron-core=={_ADVISED}, or try"
+        f" it at your own risk with {ANY_VERSION}=1"
+    )
+
+
+def check_imported(version: str, place: str) -> None:
+    """Raise a UserError if the imported megatron-core is not the installed one."""
+    installed = metadata.version("megatron-core")
+    if Version(version).public != Version(installed).public:
+        raise UserError(
+            f"{place} is megatron-core {version}, but {installed} is installed; uninstall one, or"
+            " take the other's folder out of PYTHONPATH"
+        )
 
 
 def provenance(program: str) -> dict[str, Any]:

@@ -15,9 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from emerging_optimizers import psgd, registry, soap
+from emerging_optimizers import psgd, registry
 from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon, Muon
 from emerging_optimizers.scalar_optimizers import Lion
+
+try:
+    from emerging_optimizers import soap
+except ImportError:  # 0.5
+    from emerging_optimizers import legacy_soap as soap
 
 from megatron_muon.core.reference import muon_on
 from tests.support.case import (

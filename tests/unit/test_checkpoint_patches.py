@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from megatron.training import checkpointing, training
 from megatron.training.dist_signal_handler import DistributedSignalHandler
 
-from megatron_muon.checkpoint import folders
+from megatron_muon.checkpoint import content, folders
 from megatron_muon.errors import SaveError, UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
 from megatron_muon.megatron.checkpoint import saving as checkpoint_patches
@@ -97,3 +97,43 @@ def test_a_signal_of_any_rank_is_remembered(patches, monkeypatch):
     handler = DistributedSignalHandler()
     assert handler.signals_received() == [0, 1]
     assert handler.any_received is True
+
+
+def test_each_slot_of_a_fused_parameter_goes_with_its_parts():
+    """0.20 splits latent attention's down projection too, whose parts have other names; megatron's
+    handlers split `exp_avg` and `exp_avg_sq` alone.
+    """
+    fused, down = "layers.0.mlp.linear_fc1.weight", "layers.0.self_attention.{}_down_proj.weight"
+    latent, norm = down.format("linear_qkv"), "layers.0.input_layernorm.weight"
+    absorbed = "layers.0.self_attention.linear_qkv_down_proj.layer_norm_weight"
+    new = {
+        fused: (f"{fused}_w", f"{fused}_v"),
+        latent: (down.format("linear_q"), down.format("linear_kv")),
+        absorbed: (norm,),
+    }
+    shapes = {fused: (4, 2), latent: (6, 2), absorbed: (2,), "output.weight": (3, 2)}
+
+    def split(tensors):
+        made = {}
+        for name, tensor in tensors.items():
+            parts = new.get(name, (name,))
+            made.update(zip(parts, tensor.chunk(len(parts)), strict=True))
+        return made
+
+    state = {}
+    for name, shape in shapes.items():
+        state[name] = {"momentum_buffer": torch.rand(shape), "step": torch.tensor(3.0)}
+    state[latent]["moment2"] = torch.rand(6, 1)
+    made = {"layers.1.mlp.linear_fc1.weight_w": {"step": torch.tensor(3.0)}}
+    found = checkpoint_patches._in_parts(state | made, shapes, split)
+    assert list(found) == [*new[fused], *new[latent], norm, "output.weight", *made]
+    assert found["output.weight"] is state["output.weight"]
+    for name, parts in new.items():
+        halves = [found[part]["momentum_buffer"] for part in parts]
+        assert torch.equal(torch.cat(halves), state[name]["momentum_buffer"])
+        assert all(found[part]["step"] == 3 for part in parts)
+    query, key_value = new[latent]
+    assert found[query]["moment2"] is state[latent]["moment2"]
+    assert found[key_value].keys() == {"momentum_buffer", "step"}
+    for name, parts in new.items():
+        assert {content.whole_name(part, state) for part in parts} == {name}

@@ -17,10 +17,15 @@ from megatron.training import argument_utils, arguments
 
 import megatron_muon
 from megatron_muon.errors import ExitStatus, UserError, own_warnings_in_one_line
-from megatron_muon.megatron import STATUS_FOLDER, launch
+from megatron_muon.megatron import STATUS_FOLDER, launch, upstream
 from megatron_muon.megatron.launch import settle_one_process
 from megatron_muon.megatron.model import gpt
-from megatron_muon.megatron.provenance import check_versions
+from megatron_muon.megatron.provenance import (
+    ANY_VERSION,
+    VERSIONS,
+    check_imported,
+    check_versions,
+)
 
 TORCHRUN = {
     "RANK": "1",
@@ -32,18 +37,32 @@ TORCHRUN = {
 PREPARED = launch.Launch((), SimpleNamespace(save=None), None, (), ())
 
 
-@pytest.mark.parametrize("version", ["0.19.7", "0.19a1", None])
-def test_versions_in_range_pass(version):
-    check_versions(version)
+@pytest.mark.parametrize("version", [*VERSIONS, "0.20.0+g1a2b3c", None])
+def test_versions_that_were_tried_pass(version):
+    assert check_versions(version) == ""
 
 
-@pytest.mark.parametrize("version", ["0.16.1", "0.190.0"])
-def test_another_megatron_core_is_named_with_the_one_to_install(version):
+@pytest.mark.parametrize("version", ["0.16.1", "0.19.7", "0.20.1", "0.190.0"])
+def test_another_megatron_core_is_refused_unless_the_user_wants_it(version, monkeypatch):
     """On Python 3.11 pip installs megatron-core 0.16.1, so the Python is named too."""
-    with pytest.raises(
-        UserError, match=rf"^megatron-core {version} .*Python 3.12 .*'megatron-core==0\.19\.\*'$"
-    ):
+    why = rf"^megatron-core {version} was not tried .*Python 3.12 .*megatron-core==0\.19\.2, or try"
+    with pytest.raises(UserError, match=f"{why} it at your own risk with {ANY_VERSION}=1$"):
         check_versions(version)
+    monkeypatch.setenv(ANY_VERSION, "1")
+    warning = check_versions(version)
+    assert warning.startswith(f"warning: megatron-core {version} was not tried")
+    assert warning.endswith("those that were: 0.19.0, 0.19.1, 0.19.2, 0.20.0")
+
+
+def test_a_megatron_core_beside_the_installed_one_is_refused(monkeypatch):
+    why = (
+        r"site/core is megatron-core 0\.18\.0, but .* is installed; uninstall one, or .*PYTHONPATH"
+    )
+    with pytest.raises(UserError, match=why):
+        check_imported("0.18.0", "site/core")
+    monkeypatch.setattr("megatron.core.__version__", "0.18.0")
+    with pytest.raises(UserError, match=r"megatron/core/__init__\.py is megatron-core 0\.18\.0"):
+        upstream.check.__wrapped__("megatron.core.enums")
 
 
 def test_a_warning_of_this_package_is_one_line(capsys):

@@ -5,13 +5,17 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
 from collections.abc import Iterator
+from copy import copy
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import megatron.core
 import pytest
+import torch
 from megatron.training import checkpointing, training
 
 from benchmarks import upstream as command
@@ -30,6 +34,7 @@ PATHS = {row.path: row for row in read_table()}
 IMPORTERS = {"cpu/megatron.py", "megatron/upstream/__init__.py"}
 """All that import Megatron itself; the rest of the package does by the table."""
 
+UPSTREAMS = [*(PACKAGE / "megatron/upstream").glob("v0_*.py")]
 UPSTREAM = "megatron_muon.megatron.upstream"
 FILES = {str(file.relative_to(PACKAGE)): file for file in PACKAGE.rglob("*.py")}
 
@@ -57,6 +62,8 @@ def used(file: Path) -> Iterator[str]:
     for node in nodes(file):
         if isinstance(node, ast.ImportFrom) and node.module == UPSTREAM:
             for name in node.names:
+                if name.name in vars(upstream):
+                    continue
                 (row,) = [row for row in read_table() if row.name == name.name]
                 yield row.path
                 if row.kind == "module":
@@ -68,7 +75,7 @@ def used(file: Path) -> Iterator[str]:
         is_call = isinstance(node, ast.Call) and len(node.args) > 1
         if is_call and ast.unparse(node.func).rpartition(".")[2] in ("around", "replace", "wrap"):
             owner, name = map(ast.unparse, node.args[:2])
-            if owner in modules:
+            if owner in modules and isinstance(node.args[1], ast.Constant):
                 yield f"{modules[owner]}.{ast.literal_eval(name)}"
 
 
@@ -115,6 +122,7 @@ def test_a_row_names_the_function_of_ours_that_needs_it(row):
     place, _, function = row.ours.rpartition(".")
     text = (PACKAGE / f"{place.replace('.', '/')}.py").read_text("utf-8")
     assert re.search(rf"^(class|def) {function}\b", text, re.MULTILINE)
+    text += "".join(file.read_text("utf-8") for file in UPSTREAMS)  # by which ours may find it
     assert re.search(rf"\b{row.name.rpartition('.')[2]}\b", text), "it does not occur there"
 
 
@@ -132,8 +140,8 @@ def test_the_installed_version_has_a_row_as_it_is_stated(row):
 
 
 def test_the_installed_version_is_the_one_that_was_looked_at():
-    if INSTALLED not in upstream.VERSIONS:
-        pytest.skip(f"megatron-core {INSTALLED} was not looked at")
+    if upstream.like(INSTALLED) != INSTALLED:
+        pytest.skip(f"megatron-core {INSTALLED} is not in the table")
     sources = command.Sources(Path(megatron.core.__file__).parents[2])
     assert command.version_of(sources) == INSTALLED
     found = command.review(sources, read_table(), INSTALLED)
@@ -258,3 +266,66 @@ def test_the_command_fails_for_a_tree_without_the_names(tree, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "error: megatron.core.optimizer.optimizer.ChainedOptimizer is missing" in printed
     assert f"{len(read_table())} names: " in printed
+
+
+IS_20 = upstream.like(INSTALLED).startswith("0.20")
+
+
+@pytest.mark.skipif(not IS_20, reason="megatron-core 0.20 alone")
+def test_loading_with_another_schedule_keeps_the_rates_of_each_group(monkeypatch):
+    """0.20 gives all groups --lr and --min-lr after loading, in new dicts; here as it does."""
+    from megatron_muon.megatron.upstream import v0_20
+
+    parameters = [torch.zeros(1), torch.zeros(1)]
+    rates = [{"max_lr": 7e-3, "min_lr": 0.0}, {"max_lr": 2e-3, "min_lr": 1e-4}]
+    optimizer = SimpleNamespace(param_groups=[])
+    for p, of_group in zip(parameters, rates, strict=True):
+        optimizer.param_groups.append({"params": [p], **of_group})
+    steps = []
+    scheduler = SimpleNamespace(step=lambda increment: steps.append(increment))
+
+    def load_checkpoint(ddp_model, optimizer, opt_param_scheduler):
+        optimizer.param_groups = [{"params": [p], "max_lr": 2e-3} for p in parameters]
+        return 3, 0
+
+    monkeypatch.setattr(training, "load_checkpoint", load_checkpoint)
+    for overrides in (True, False):
+        flags = SimpleNamespace(override_opt_param_scheduler=overrides)
+        monkeypatch.setattr(v0_20, "get_args", partial(copy, flags))
+        with Patches() as patches:
+            v0_20.keep_rates(patches)
+            assert training.load_checkpoint([], optimizer, scheduler) == (3, 0)
+        kept = [{name: group.get(name) for name in rates[0]} for group in optimizer.param_groups]
+        assert (kept == rates) is overrides
+    assert steps == [0]
+
+
+@pytest.mark.skipif(not IS_20, reason="megatron-core 0.20 alone")
+def test_only_mixers_that_this_package_splits_have_marks_of_megatron():
+    """Marks of other modules would be the script's."""
+    sources = command.Sources(Path(megatron.core.__file__).parents[2])
+    found = set()
+    for module in ("mamba_mixer", "gated_delta_product"):
+        tree = sources.tree(f"megatron.core.ssm.{module}")
+        found |= {
+            each.name
+            for each in tree.body
+            if isinstance(each, ast.ClassDef)
+            and '"use_muon"' in ast.unparse(each).replace("'", '"')
+        }
+    assert found == {"MambaMixer", "GatedDeltaProduct"}
+    for name in found:
+        assert upstream.installed().has_marked(type(name, (), {})())
+    assert not upstream.installed().has_marked(torch.nn.Linear(1, 1))
+
+
+def test_a_muon_that_megatron_has_turned_off_is_explained(monkeypatch):
+    """It says "install emerging-optimizers" where an import from that package fails."""
+    name = "megatron.core.optimizer.emerging_optimizers"
+    monkeypatch.setattr(f"{name}.HAVE_EMERGING_OPTIMIZERS", False)
+    monkeypatch.setitem(sys.modules, "emerging_optimizers.soap", None)  # as in 0.5
+    why = (
+        r"does not work with emerging-optimizers \S+ \(`from emerging_optimizers.soap import SOAP`"
+    )
+    with pytest.raises(UserError, match=f"{why} fails: .*type: pip install 'emerging-optim"):
+        upstream.check.__wrapped__(name)

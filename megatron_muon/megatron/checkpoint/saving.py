@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.checkpoint import folders
-from megatron_muon.checkpoint.content import plain
+from megatron_muon.checkpoint.content import plain, whole_name
 from megatron_muon.checkpoint.dcp import SummedFiles
 from megatron_muon.errors import SaveError, reason_of
 from megatron_muon.megatron.chained import MuonChainedOptimizer
@@ -31,6 +31,7 @@ from megatron_muon.megatron.upstream import (
     DistributedSignalHandler,
     checkpointing,
     get_attr_wrapped_model,
+    installed,
     training,
 )
 from megatron_muon.megatron.upstream import fsdp_dtensor_checkpoint as handlers
@@ -176,12 +177,12 @@ def keep_adam_state_alike(patches: Patches) -> None:
 
 
 def split_swiglu(patches: Patches) -> None:
-    """Split the fused projection, with its state in any optimizer, under `no_shard` too.
+    """Split fused projections, with their state in any optimizer, under `no_shard` too.
 
-    0.19's handler splits the slots `exp_avg` and `exp_avg_sq` of optimizer state and no others, but
-    any weights. So every slot of the weights' shape is passed to it as weights. A slot of another
-    shape, as NorMuon's second moment, stays whole beside the gate; a step counter belongs to both
-    halves. When saving, the handler also looks up parameters by names with one `module.` too many
+    Megatron's handlers split the slots `exp_avg` and `exp_avg_sq` of optimizer state and no others,
+    but any weights. So every slot of the weights' shape is passed as weights. A slot of another
+    shape, as NorMuon's second moment, stays whole beside the first part; a step counter belongs to
+    all. When saving, the handler also looks up parameters by names with one `module.` too many
     (save_checkpoint passes it the model without the wrapper that its names include), so it gets a
     model that finds them at any depth. It copies host memory to the GPU, where offloaded momentum
     and main weights might not fit, and values loaded into the copy would be lost. And it makes
@@ -189,8 +190,7 @@ def split_swiglu(patches: Patches) -> None:
     """
     make = handlers.make_fsdp_dtensor
 
-    @patches.around(checkpointing, "handle_swiglu_in_state_dict")
-    def handle_swiglu(
+    def handle_fused(
         handle: Callable[..., Any], model: Any, model_state: Any, optimizer_state: Any
     ) -> Any:
         names = dict(model.named_parameters())
@@ -204,10 +204,14 @@ def split_swiglu(patches: Patches) -> None:
                 # as the optimizer's state counts them
                 names = handlers.handle_experts_in_state_dict(names, experts)
             whole = _AnyDepth(model, names)
-            state = _with_halves(
-                optimizer_state["state"], whole, lambda slot: handle(whole, slot, None)[0]
+            shapes = {plain(name): parameter.shape for name, parameter in names.items()}
+            state = _in_parts(
+                optimizer_state["state"], shapes, lambda slot: handle(whole, slot, None)[0]
             )
         return model_state, {**optimizer_state, "state": state}
+
+    for name in installed().SPLIT:
+        patches.around(checkpointing, name)(handle_fused)
 
 
 class _AnyDepth(torch.nn.Module):
@@ -250,28 +254,35 @@ def _made_in_place(
     return DTensor(local_tensor, made._spec, requires_grad=False)
 
 
-def _with_halves(
+def _in_parts(
     state: dict[str, dict[str, Any]],
-    model: torch.nn.Module,
+    shapes: Mapping[str, torch.Size],
     split: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
 ) -> dict[str, dict[str, Any]]:
-    """Optimizer state by parameter, with fused projections as two, ending in `_w` and `_v`."""
+    """Optimizer state by parameter, with fused ones of these shapes as several.
+
+    Parts that another handler has made are left alone.
+    """
     made: dict[str, dict[str, Any]] = {}
     for slot in dict.fromkeys(itertools.chain(*state.values())):  # in one order on every rank
         elementwise = {}
         for name, slots in state.items():
-            if getattr(slots.get(slot), "shape", None) == model.get_parameter(name).shape:
-                elementwise[name] = slots[slot]
+            value = slots.get(slot)
+            if isinstance(value, torch.Tensor) and value.shape == shapes.get(plain(name)):
+                elementwise[name] = value
         for name, tensor in split(elementwise).items():
             made.setdefault(name, {})[slot] = tensor
-    halved: dict[str, dict[str, Any]] = {}
+    parts: dict[str, list[str]] = {}
+    for name in made:
+        parts.setdefault(whole_name(name, state), []).append(name)
+    found: dict[str, dict[str, Any]] = {}
     for name, slots in state.items():
-        gate, up = made.get(f"{name}_w"), made.get(f"{name}_v")
-        if gate is None or up is None:
-            halved[name] = slots
+        first, *others = parts.get(name, [name])
+        if first == name:
+            found[name] = slots
             continue
-        others = {slot: value for slot, value in slots.items() if slot not in gate}
-        counts = {slot: value for slot, value in others.items() if not getattr(value, "ndim", 0)}
-        halved[f"{name}_w"] = {**others, **gate}
-        halved[f"{name}_v"] = {**counts, **up}
-    return halved
+        rest = {slot: value for slot, value in slots.items() if slot not in made[first]}
+        counts = {slot: value for slot, value in rest.items() if not getattr(value, "ndim", 0)}
+        found[first] = {**rest, **made[first]}
+        found.update((other, {**counts, **made[other]}) for other in others)
+    return found

@@ -87,6 +87,8 @@ CONFLICTS = {
         # Its step reads the gradient norm on the host, and a replayed iteration runs no Python.
         "--optimizer-cuda-graph",
         "--cuda-graph-impl full_iteration",
+        "--megatron-fsdp-version 2",
+        "--muon-use-syrk",  # symmetric products are chosen by size
     ),
     # Every rank holds whole matrices: there is nothing to shard.
     "--data-parallel-sharding-strategy no_shard": ("--num-distributed-optimizer-instances",),
@@ -295,7 +297,7 @@ def _conflicts(run: CheckedRun) -> Rules:
             return special[setting]
         flag, _, word = setting.partition(" ")
         value = run.get(flag[2:].replace("-", "_"))
-        return value == word if word else value
+        return str(value) == word if word else value
 
     for one, others in CONFLICTS.items():
         for other in others:

@@ -29,6 +29,7 @@ from megatron_muon.megatron.upstream import (
     TransformerConfig,
     _get_qkv_split_shapes,
     get_ep_layer_offset,
+    installed,
 )
 from megatron_muon.patterns import matching, values_of
 from megatron_muon.ranks import new_group_of, numbers_of_all_ranks
@@ -75,10 +76,10 @@ def tag_for_muon(
 ) -> None:
     """Set attributes of trainable parameters: `use_muon`, `why_not_muon`, `fused_rows` and others.
 
-    A `use_muon` that a script has set is kept. Parameters that match a pattern of `exclude`
-    (`--muon-exclude`) go to the scalar optimizer; `steps_for` has Newton-Schulz steps by pattern,
-    of which the last match holds (`--muon-ns-steps-for`). Raises a UserError for a pattern that
-    matches none of Muon's matrices.
+    A `use_muon` that a script has set is kept, except where megatron-core sets it too. Parameters
+    that match a pattern of `exclude` (`--muon-exclude`) go to the scalar optimizer; `steps_for` has
+    Newton-Schulz steps by pattern, of which the last match holds (`--muon-ns-steps-for`). Raises a
+    UserError for a pattern that matches none of Muon's matrices.
 
     Source: megatron.core.optimizer._get_megatron_emerging_optimizer, which does this for its own
     Muon.
@@ -88,6 +89,8 @@ def tag_for_muon(
             parameter.expert_tp = True
         # A custom model's; 0.19 refuses --moe-single-grouped-weight under Megatron-FSDP.
         parameter.expert_stack = parameter.ndim == 3 and ".experts." in name
+        if len(path) > 1 and installed().has_marked(path[-2]):
+            vars(parameter).pop("use_muon", None)
         if parameter.ndim == 2 or parameter.expert_stack:
             why = _fuse(name, parameter, path)
             if parameter.ndim == 2:

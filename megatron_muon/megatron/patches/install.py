@@ -29,7 +29,7 @@ from megatron_muon.megatron.muon_config import with_settings
 from megatron_muon.megatron.patches.fsdp import patch_megatron_fsdp
 from megatron_muon.megatron.patches.progress import show_progress
 from megatron_muon.megatron.run_device import settle_device
-from megatron_muon.megatron.upstream import arguments, checkpointing, schedules, training
+from megatron_muon.megatron.upstream import arguments, checkpointing, installed, schedules, training
 from megatron_muon.megatron.upstream import optimizer as optimizers
 from megatron_muon.megatron.upstream import utils as dataset_utils
 from megatron_muon.patching import Patches
@@ -51,7 +51,7 @@ def follow(
     are defaults of the flags, and of the config of an optimizer that is made without flags.
     """
     given = dict(settings or {})
-    installed: list[str] = []
+    patched: list[str] = []
     accept_muon(patches)
     use_factory(patches, given)
 
@@ -82,8 +82,8 @@ def follow(
                 given["muon_metrics_interval"] = 0  # nobody would see them
         elif not every_run:
             _refuse_ours(parser, flags)
-        if (has_muon or every_run) and not installed:
-            installed.extend(
+        if (has_muon or every_run) and not patched:
+            patched.extend(
                 install(
                     patches,
                     muon_under_fsdp=has_muon,
@@ -92,7 +92,7 @@ def follow(
                 )
             )
             _replace_copies(patches)
-            say(f"megatron-muon: patched for this run: {', '.join(installed)}")
+            say(f"megatron-muon: patched for this run: {', '.join(patched)}")
         return flags, unknown
 
     _replace_copies(patches)
@@ -144,7 +144,8 @@ def install(
         MUON: muon_under_fsdp,
         ADAM: megatron_fsdp and not muon_under_fsdp,
     }
-    chosen = [patch for patch, kind in PATCHES.items() if needed[kind]]
+    table = {**PATCHES, **dict.fromkeys(installed().PATCHES, MEGATRON_FSDP)}
+    chosen = [patch for patch, kind in table.items() if needed[kind]]
     for patch in chosen:
         patch(patches)
     return [patch.__name__ for patch in chosen]

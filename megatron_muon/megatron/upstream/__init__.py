@@ -12,9 +12,12 @@ imports megatron-core's module then, and checks all rows of that module. A row h
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import inspect
+import re
+import sys
 from importlib import metadata
 from operator import attrgetter
 from pathlib import Path
@@ -24,7 +27,7 @@ import msgspec
 from packaging.version import Version
 
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.provenance import VERSIONS
+from megatron_muon.megatron.provenance import VERSIONS, check_imported
 
 TABLE = Path(__file__).with_name("table.yaml")
 
@@ -50,10 +53,12 @@ class Row(msgspec.Struct, kw_only=True):
         return not self.digests or like(version) in self.digests
 
 
+@functools.cache
 def like(version: str) -> str:
-    """The newest version that was tried and is not newer than this one."""
-    tried = [each for each in VERSIONS if Version(each) <= Version(version)]
-    return max(tried, key=Version, default=VERSIONS[0])
+    """The version in the table that this one is like: the newest that is not of a later minor."""
+    known = sorted({each for row in read_table() for each in row.digests}, key=Version)
+    minor = Version(version).release[:2]
+    return [known[0], *(each for each in known if Version(each).release[:2] <= minor)][-1]
 
 
 @functools.cache
@@ -91,10 +96,21 @@ def check(module: str) -> None:
     Raises:
         UserError: a name is missing, or does not accept a parameter.
     """
+    core = importlib.import_module("megatron.core")
+    check_imported(core.__version__, str(core.__file__))
     version = metadata.version("megatron-core")
+    if not getattr(importlib.import_module(module), "HAVE_EMERGING_OPTIMIZERS", True):
+        raise UserError(_without_emerging_optimizers(module))
     for row in read_table():
         if row.module == module and row.applies_to(version):
             require(row)
+
+
+@functools.cache
+def installed() -> Any:
+    """The module of what differs in the installed version: `v0_19` or `v0_20`."""
+    major, minor, _ = like(metadata.version("megatron-core")).split(".")
+    return importlib.import_module(f"{__name__}.v{major}_{minor}")
 
 
 def require(row: Row) -> None:
@@ -104,7 +120,7 @@ def require(row: Row) -> None:
         accepted = inspect.signature(value).parameters if row.takes else ()
     except (ImportError, AttributeError) as error:
         is_import = isinstance(error, ImportError)
-        if is_import and not (error.name or "").startswith("megatron."):
+        if is_import and not re.match(r"megatron\.\w+\.", error.name or ""):
             raise  # another package is missing, or all of Megatron
         raise _unfit(row, f"is missing ({error})") from error
     lost = [name for name in row.takes if name not in accepted]
@@ -116,6 +132,22 @@ def _resolve(row: Row) -> Any:
     if row.kind == "module":
         return importlib.import_module(row.path)
     return attrgetter(row.name)(importlib.import_module(row.module))
+
+
+def _without_emerging_optimizers(module: str) -> str:
+    """Why megatron-core has turned its Muon off: which of its imports fails."""
+    reason = "it cannot be imported"
+    for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("emerging_optimizers"):
+            try:
+                exec(ast.unparse(node), {})
+            except ImportError as error:
+                reason = f"`{ast.unparse(node)}` fails: {error}"
+    return (
+        f"megatron-core {metadata.version('megatron-core')} does not work with emerging-optimizers"
+        f" {metadata.version('emerging-optimizers')} ({reason}); type: pip install"
+        f" 'emerging-optimizers>=0.3,<0.5'"
+    )
 
 
 def _unfit(row: Row, problem: str) -> UserError:

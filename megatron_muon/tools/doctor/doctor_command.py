@@ -104,12 +104,14 @@ def environment() -> Iterator[Finding]:
     from megatron_muon.megatron.provenance import check_versions
 
     try:
-        check_versions()
+        warning = check_versions()
     except UserError as error:
         yield Finding("versions", WRONG, str(error))
         return
     core = metadata.version("megatron-core")
     yield Finding("versions", OK, f"Python {platform.python_version()}, megatron-core {core}")
+    if warning:
+        yield Finding("versions", NOTE, warning)
     with quiet_imports():
         import torch
     yield _device(torch.cuda.device_count() if torch.cuda.is_available() else 0)

@@ -34,6 +34,7 @@ from megatron_muon.megatron.upstream import (
     LocalSpecProvider,
     ProcessGroupCollection,
     SequentialMLP,
+    installed,
     training,
 )
 from megatron_muon.megatron.upstream import mcore_fsdp_adapter as adapter
@@ -43,9 +44,6 @@ from megatron_muon.patching import Patches
 from megatron_muon.settings import steps_for
 from megatron_muon.tools.plan.estimate import Group
 from megatron_muon.tools.plan.planned_cuts import PieceHolders, bucket_shards
-
-UNITS = "optim_grads_params"
-"""The strategy that shards weights, in buckets of a transformer layer; others cut by size."""
 
 LOCAL = {
     "transformer_impl": "local",
@@ -59,7 +57,7 @@ LOCAL = {
 
 
 _PLANNED = {
-    "data_parallel_sharding_strategy": ("optim", "optim_grads", UNITS),
+    "data_parallel_sharding_strategy": ("optim", "optim_grads", "optim_grads_params"),
     "outer_dp_sharding_strategy": ("no_shard",),
     "hybrid_layer_pattern": (None,),
     "pipeline_model_parallel_size": (1,),
@@ -175,7 +173,7 @@ def build_on_meta(args: argparse.Namespace, groups: ProcessGroupCollection) -> A
 def _groups(args: argparse.Namespace, settings: MuonOptimizerConfig) -> tuple[list[Group], float]:
     with groups_on_paper(args) as groups, quiet_imports():
         model = build_on_meta(args, groups)
-        judge = adapter.FullyShardedDataParallel.__new__(adapter.FullyShardedDataParallel)
+        judge = installed().WRAPPER.__new__(installed().WRAPPER)
         judge._annotate_tensor_parallelism(model)
         if args.moe_grouped_gemm:
             group_experts(model)
@@ -243,9 +241,11 @@ def in_buckets(
     model: torch.nn.Module, groups: ProcessGroupCollection, ddp_config: Any, bucket_size: int | None
 ) -> dict[torch.Tensor, tuple[int, int]]:
     """The start of each trained matrix in its bucket, and the bucket's elements on a rank."""
-    units = [adapter.TransformerLayer, adapter.MoETransformerLayer]
     strategy = ddp_config.data_parallel_sharding_strategy
-    policy = buffers.BucketingPolicy(bucket_size, units if strategy == UNITS else [], strategy)
+    units = []
+    if strategy in installed().CUT_BY_LAYER:
+        units = [adapter.TransformerLayer, adapter.MoETransformerLayer]
+    policy = buffers.BucketingPolicy(bucket_size, units, strategy)
     starts = {}
     for bucket in buffers._get_parameter_groups(model, policy, {})[0]:
         group = groups.intra_expt_dp if bucket.is_expert_param else groups.intra_dp_cp
