@@ -17,13 +17,14 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_entries
 
-from megatron_muon.checkpoint import content
+from megatron_muon.checkpoint import content, folders
 from megatron_muon.checkpoint.content import STEP, plain, setting
 from megatron_muon.checkpoint.torch_dist import (
     COMMON,
     Rectangle,
     TorchDistPlanner,
     TorchDistReader,
+    is_torch_dist,
     read_object,
 )
 from megatron_muon.megatron.model.matrices import with_all_experts
@@ -34,12 +35,32 @@ from megatron_muon.megatron.upstream import (
     parallel_state,
 )
 from megatron_muon.ranks import say
-from megatron_muon.settings import MuonSettings, flag_of
+from megatron_muon.settings import UPSTREAM, MuonSettings, flag_of
 
 _MAIN_WEIGHT = "fp32_param"
 _SAME_GROUP = ("optimizer", "is_expert_parallel", "wd_mult", "lr_mult", "is_decoupled_lr")
 _ALWAYS = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
 _OBJECTS = (*_ALWAYS, "opt_param_scheduler")
+
+
+def settle_matrices(args: Any) -> None:
+    """Set --muon-matrices auto to upstream where the run that wrote the checkpoint had that choice.
+
+    megatron-core's own Muon has; ours keeps the flag among the checkpoint's arguments.
+    """
+    if args.muon_matrices != "auto" or args.load is None:
+        return
+    with contextlib.suppress(Exception):  # loading reports a damaged checkpoint
+        iteration = args.ckpt_step or folders.latest(Path(args.load))
+        folder = folders.iteration_folder(Path(args.load), iteration)
+        if is_torch_dist(folder):
+            optimizer = read_object(folder, COMMON)["args"].optimizer
+            is_upstream = optimizer == "muon"
+        else:
+            stored = content.read(folder, ["args"])["args"]
+            is_upstream = stored.muon_matrices == UPSTREAM
+        if is_upstream:
+            args.muon_matrices = UPSTREAM
 
 
 class TorchDistSource:
