@@ -8,6 +8,7 @@ wrote it will do.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from megatron_muon.checkpoint.torch_dist import (
     is_torch_dist,
     read_object,
 )
+from megatron_muon.errors import UserError
 from megatron_muon.megatron.model.matrices import with_all_experts
 from megatron_muon.megatron.upstream import (
     ShardedTensor,
@@ -38,7 +40,12 @@ from megatron_muon.ranks import say
 from megatron_muon.settings import UPSTREAM, MuonSettings, flag_of
 
 _MAIN_WEIGHT = "fp32_param"
-_SAME_GROUP = ("optimizer", "is_expert_parallel", "wd_mult", "lr_mult", "is_decoupled_lr")
+_SAME_GROUP = ("optimizer", "wd_mult", "lr_mult", "is_decoupled_lr")
+_BEST_GROUP = ("max_lr", "min_lr", "is_expert_parallel")
+_CHAINED = re.compile(r"^(chained_\d+\.)+")
+"""A prefix of state that the layer-wise optimizer adds."""
+
+_IN_BUCKETS = "optimizer.distributed."
 _ALWAYS = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
 _OBJECTS = (*_ALWAYS, "opt_param_scheduler")
 
@@ -94,9 +101,15 @@ class TorchDistSource:
         """
         located = _locate(model, self.common.get("content_metadata") or {})
         stored = content.read_entries(self.folder)
+        keys = {_CHAINED.sub("", key): key for key in stored}
         rectangles: dict[str, list[Rectangle]] = {}
         sizes: dict[str, torch.Size] = {}
         optimizer = state.get("optimizer", {"state": {}, "param_to_group_meta": {}})
+        if optimizer["state"] and any(key.startswith(_IN_BUCKETS) for key in keys):
+            raise UserError(
+                f"{self.folder} has state by bucket, which only the layout that wrote it can read;"
+                " save it again with --dist-ckpt-optim-fully-reshardable, or use --no-load-optim"
+            )
         wanted = [(f"model.{name}", name, "", value) for name, value in state["model"].items()]
         for name, slots in optimizer["state"].items():
             for slot, value in slots.items():
@@ -106,12 +119,14 @@ class TorchDistSource:
             if not parts or slot == STEP:
                 continue
             prefix = f"optimizer.state.{slot or _MAIN_WEIGHT}."
-            if not slot and f"{prefix}{parts[0].key}" not in stored:
+            if not slot and f"{prefix}{parts[0].key}" not in keys:
                 prefix = ""
-            rectangles[entry] = [part.rectangle(prefix) for part in parts]
+            rectangles[entry] = []
             sizes[entry] = value.shape
             for part in parts:
-                size = getattr(stored.get(prefix + part.key), "size", part.whole)
+                key = keys.get(prefix + part.key, prefix + part.key)
+                rectangles[entry].append(part.rectangle(key))
+                size = getattr(stored.get(key), "size", part.whole)
                 if size != part.whole:  # another model's
                     sizes[entry] = size[len(part.whole) - value.ndim :]
         self._reader = TorchDistReader(self.folder, rectangles, sizes)
@@ -174,14 +189,15 @@ class TorchDistSource:
 
     def _settings_of(self, meta: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of the stored group that a run's group with these settings was."""
-        same = [group for group in self._groups if _key(group) == _key(meta)]
-        rates = [meta.get("max_lr"), meta.get("min_lr")]
-        same.sort(key=lambda group: [group.get("max_lr"), group.get("min_lr")] != rates)
-        return same[0] if same else {}
 
+        def misses(group: Mapping[str, Any]) -> int:
+            return sum(group.get(name) != meta.get(name) for name in _BEST_GROUP)
 
-def _key(group: Mapping[str, Any]) -> list[Any]:
-    return [group.get(name) for name in _SAME_GROUP]
+        same = []
+        for group in self._groups:
+            if all(group.get(name) == meta.get(name) for name in _SAME_GROUP):
+                same.append(group)
+        return min(same, key=misses, default={})
 
 
 def _parameter_groups(optimizer: Mapping[Any, Any]) -> Iterator[dict[str, Any]]:
@@ -208,9 +224,9 @@ class _Stored:
     place: tuple[int, ...]  # in the parameter, whole over tensor-parallel ranks
     start: int
 
-    def rectangle(self, prefix: str) -> Rectangle:
-        """These rows of the weights, or of state with this prefix."""
-        return Rectangle(prefix + self.key, self.offsets, self.sizes, self.place)
+    def rectangle(self, key: str) -> Rectangle:
+        """These rows of the weights, or of state stored as `key`."""
+        return Rectangle(key, self.offsets, self.sizes, self.place)
 
 
 def _stored(tensor: ShardedTensor) -> _Stored:

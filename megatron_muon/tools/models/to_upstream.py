@@ -81,11 +81,15 @@ def export(args: argparse.Namespace) -> None:
     names = [name for name in entries if name.startswith((_STATE, _SCHEDULE)) or name == _FLOPS]
     stored = content.read(checkpoint.folder, ["iteration", *names])
     run = checkpoint.args
+    has_experts_apart = run.expert_model_parallel_size > 1
     vars(run).update(_ONE_PROCESS | _UNDER_DDP, save=str(out))
     cpu.install(force=True)
     _initialize(run)
     try:
         model = _model(run)
+        if has_experts_apart:  # then their state is that of another optimizer
+            for name, parameter in model.named_parameters():
+                parameter.allreduce = ".experts." not in name
         optimizer = _optimizer(run, model)
         _fill(model, optimizer, checkpoint.tensors, stored)
         scheduler = training.get_optimizer_param_scheduler(optimizer)
@@ -179,7 +183,7 @@ def _fill(
                     except KeyError:
                         lost.append(f"{name} has no {slot}")
                 step = _step(name, state)
-                if "momentum" not in group and step is not None:
+                if step is not None:
                     inner.state[parameter][STEP] = torch.tensor(float(step))
                     group[STEP] = int(step)  # as FusedAdam counts
     if lost:
