@@ -127,7 +127,8 @@ class TorchDistReader(Reader):
                 within = tuple(a - b for a, b in zip(start, chunk.offsets, strict=True))
                 self._source[MetadataIndex(name, torch.Size(place))] = (stored, within)
                 made.append(ChunkStorageMetadata(torch.Size(place), torch.Size(sizes[first:])))
-        properties = self._stored.state_dict_metadata[parts[0].key].properties
+        stored_as: Any = self._stored.state_dict_metadata[parts[0].key]
+        properties = stored_as.properties
         return TensorStorageMetadata(properties, size, made)
 
     def _of_stored(self, item: ReadItem) -> ReadItem:
@@ -150,7 +151,8 @@ class TorchDistPlanner(Planner):
         """The part of a tensor to fill, with the stored tensor's axes."""
         lacking = len(read_item.lengths) - len(read_item.dest_offsets)
         own = replace(read_item, lengths=read_item.lengths[lacking:])
-        return super().resolve_tensor(own)[(None,) * lacking]
+        target: torch.Tensor = super().resolve_tensor(own)
+        return target[(None,) * lacking]
 
 
 def _keys(rectangles: Mapping[str, Sequence[Rectangle]]) -> Iterator[tuple[str, int]]:

@@ -166,11 +166,12 @@ def _groups(
         steps_for=steps_for(config),
         like_upstream=config.muon_matrices == UPSTREAM,
     )
-    if not is_class(config.optimizer) and (unlike := mp.unlike_upstream(model_chunks, config)):
+    unlike = mp.unlike_upstream(model_chunks, config)
+    if unlike and not is_class(config.optimizer):
         say(
-            "megatron-muon: note: unlike megatron-core's own Muon (theirs: only it takes them; ours:"
-            f" only this run; blocks: it takes them whole): {', '.join(unlike)}; to follow it, use"
-            " --muon-matrices upstream"
+            "megatron-muon: note: megatron-core's own Muon differs (theirs: it alone takes them;"
+            f" ours: this run alone; blocks: it takes them whole): {', '.join(unlike)};"
+            " --muon-matrices upstream follows it"
         )
     width = getattr(model_chunks[0].config, "mup_width_mult", 1.0)
     groups = _get_param_groups(model_chunks, config, _overrides(config, config_overrides, width))

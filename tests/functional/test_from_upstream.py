@@ -56,7 +56,7 @@ def training(ranks: Pool, corpus: tuple[str, ...], tmp_path: Path) -> Trainings:
 
 
 def upstream(training: Trainings, *flags: str, ranks: int = 2) -> cli.Run:
-    """A run of megatron-core's own Muon; its tensor parallelism needs a variable that FSDP forbids."""
+    """A run of megatron-core's own Muon, with a variable that its tensor parallelism needs."""
     line = training.line(*UPSTREAM, *flags, ranks=ranks)
     answers = training.ranks(ranks, one_connection, argv=line, folder=str(training.folder))
     return cli.Run(answers[0][0], "".join(text for _, text in answers), 0.0)
@@ -154,8 +154,8 @@ def test_every_destination_continues_and_nothing_is_lost_in_silence(training: Tr
     assert "3 entries of optimizer state start at zero" in run.output
     assert f"{LEARNED} (theirs)" in run.output
     assert losses(run)[4] != pytest.approx(stayed[4], abs=100 * TOLERANCE)
-    run = training(*ours(), *load, *cli.words("--muon-num-ns-steps 7")).checked()
-    assert "the checkpoint's run had --muon-num-ns-steps 5; this run has 7" in run.output
+    run = training(*ours(), *load, *cli.words("--muon-num-ns-steps 8")).checked()
+    assert "the checkpoint's run had --muon-num-ns-steps 5; this run has 8" in run.output
     run = training(*ours(), *load, "--muon-split-heads")
     assert run.returncode == 2
     assert "--muon-split-heads does not work with --muon-matrices upstream" in run.output

@@ -39,6 +39,7 @@ from megatron_muon.megatron.upstream import (
 from megatron_muon.ranks import say
 from megatron_muon.settings import UPSTREAM, MuonSettings, flag_of
 
+_STATE = "optimizer.state."
 _MAIN_WEIGHT = "fp32_param"
 _SAME_GROUP = ("optimizer", "wd_mult", "lr_mult", "is_decoupled_lr")
 _BEST_GROUP = ("max_lr", "min_lr", "is_expert_parallel")
@@ -59,6 +60,7 @@ def settle_matrices(args: Any) -> None:
         return
     with contextlib.suppress(Exception):  # loading reports a damaged checkpoint
         iteration = args.ckpt_step or folders.latest(Path(args.load))
+        assert iteration is not None
         folder = folders.iteration_folder(Path(args.load), iteration)
         if is_torch_dist(folder):
             optimizer = read_object(folder, COMMON)["args"].optimizer
@@ -110,17 +112,13 @@ class TorchDistSource:
                 f"{self.folder} has state by bucket, which only the layout that wrote it can read;"
                 " save it again with --dist-ckpt-optim-fully-reshardable, or use --no-load-optim"
             )
-        wanted = [(f"model.{name}", name, "", value) for name, value in state["model"].items()]
-        for name, slots in optimizer["state"].items():
-            for slot, value in slots.items():
-                wanted.append((f"optimizer.state.{name}.{slot}", name, slot, value))
-        for entry, name, slot, value in wanted:
+        for entry, name, slot, value in _wanted(state["model"], optimizer["state"]):
             parts = _parts(plain(name), located)
-            if not parts or slot == STEP:
+            if not parts:
                 continue
-            prefix = f"optimizer.state.{slot or _MAIN_WEIGHT}."
-            if not slot and f"{prefix}{parts[0].key}" not in keys:
-                prefix = ""
+            prefix = f"{_STATE}{slot}." if slot else f"{_STATE}{_MAIN_WEIGHT}."
+            if not slot and prefix + parts[0].key not in keys:
+                prefix = ""  # of an fp32 run
             rectangles[entry] = []
             sizes[entry] = value.shape
             for part in parts:
@@ -133,7 +131,7 @@ class TorchDistSource:
         found: dict[str, Any] = dict(self._reader.read_metadata().state_dict_metadata)
         for name, slots in optimizer["state"].items():
             if STEP in slots and self.step is not None:
-                found[f"optimizer.state.{name}.{STEP}"] = BytesStorageMetadata()
+                found[f"{_STATE}{name}.{STEP}"] = BytesStorageMetadata()
         for name, meta in optimizer["param_to_group_meta"].items():
             self._settings[name] = self._settings_of(meta)
             for key in self._settings[name]:
@@ -157,19 +155,22 @@ class TorchDistSource:
     def load_objects(self, state: dict[str, Any]) -> None:
         """Take arguments, iteration, schedule and, if they fit, random numbers."""
         for name in _OBJECTS:
-            if name in state or name in _ALWAYS:
+            if name in self.common and (name in state or name in _ALWAYS):
                 state[name] = self.common[name]
         if state.get("rng_state"):
-            state["rng_state"] = self._random_numbers() or state["rng_state"]
+            found = self._random_numbers()
+            state["rng_state"] = found or state["rng_state"]
+            if found is None:
+                say(
+                    "megatron-muon: warning: the checkpoint has another tensor-parallel size, or no"
+                    " random-number state; it starts anew"
+                )
 
     def _random_numbers(self) -> dict[str, Any] | None:
         """The random-number state of this rank; None from another tensor-parallel size."""
-        args, mpu = self.common["args"], parallel_state
-        size, rank = (
-            mpu.get_tensor_model_parallel_world_size(),
-            mpu.get_tensor_model_parallel_rank(),
-        )
-        stages = args.pipeline_model_parallel_size
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        stages = self.common["args"].pipeline_model_parallel_size
         name = f"rng_state/shard_0.{rank}_{stages}.{size}"
         found = read_object(self.folder, name)
         return {f"(0, {rank})": found} if found else None
@@ -177,7 +178,9 @@ class TorchDistSource:
     def warn_of_other_settings(self, args: Any) -> None:
         """Print the settings of Muon that differ from those of the run that wrote it."""
         theirs = vars(self.common["args"])
-        ours = MuonSettings.__dataclass_fields__
+        ours = set(MuonSettings.__dataclass_fields__)
+        if args.tensor_model_parallel_size == theirs["tensor_model_parallel_size"] == 1:
+            ours.add("muon_tp_mode")
         names = [name for name in theirs if name.startswith("muon_") and name not in ours]
         other = [name for name in names if getattr(args, name, theirs[name]) != theirs[name]]
         if other:
@@ -198,6 +201,18 @@ class TorchDistSource:
             if all(group.get(name) == meta.get(name) for name in _SAME_GROUP):
                 same.append(group)
         return min(same, key=misses, default={})
+
+
+def _wanted(
+    weights: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[str, str, str, Any]]:
+    """Entry, parameter, slot (none for weights) and tensor of all but counters."""
+    for name, value in weights.items():
+        yield f"model.{name}", name, "", value
+    for name, slots in state.items():
+        for slot, value in slots.items():
+            if slot != STEP:
+                yield f"{_STATE}{name}.{slot}", name, slot, value
 
 
 def _parameter_groups(optimizer: Mapping[Any, Any]) -> Iterator[dict[str, Any]]:
@@ -242,7 +257,7 @@ def _stored(tensor: ShardedTensor) -> _Stored:
     )
 
 
-def _locate(model: torch.nn.Module, metadata: Mapping[str, Any]) -> dict[str, list[_Stored]]:
+def _locate(model: Any, metadata: Mapping[str, Any]) -> dict[str, list[_Stored]]:
     """Where this rank's parameters and buffers are, by names with experts of all ranks."""
     while isinstance(getattr(model, "module", None), torch.nn.Module):
         model = model.module

@@ -170,7 +170,7 @@ def muon_matrices(model_chunks: Sequence[Any]) -> dict[Any, str]:
 
 def unlike_upstream(model_chunks: Sequence[Any], config: MuonOptimizerConfig) -> list[str]:
     """Tagged weights that megatron-core's own Muon treats otherwise, layers and experts as `*`."""
-    found = {}
+    found: dict[str, None] = {}
     for parameter, name in parameter_names(model_chunks).items():
         if not parameter.requires_grad:
             continue

@@ -23,7 +23,11 @@ from megatron_muon.core.probe import span
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.checkpoint import from_ddp, loading, saving
 from megatron_muon.megatron.flags.command_line import add_muon_arguments
-from megatron_muon.megatron.flags.named_optimizer import MEGATRONS, is_class, settle_matrix_optimizer
+from megatron_muon.megatron.flags.named_optimizer import (
+    MEGATRONS,
+    is_class,
+    settle_matrix_optimizer,
+)
 from megatron_muon.megatron.flags.refusals import FIELDS, NEEDS_MUON, CheckedRun, check
 from megatron_muon.megatron.muon_config import with_settings
 from megatron_muon.megatron.patches.fsdp import patch_megatron_fsdp

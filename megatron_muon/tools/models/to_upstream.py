@@ -123,7 +123,7 @@ def _check(checkpoint: Weights) -> None:
 
 
 def _initialize(run: argparse.Namespace) -> None:
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     global_vars.set_args(run)
@@ -202,4 +202,5 @@ def _whole(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 def _step(name: str, state: Mapping[str, Mapping[str, Any]]) -> float | None:
     counts = state.get(STEP, {})
-    return counts.get(name, counts.get(f"{name}_w"))
+    found: float | None = counts.get(name, counts.get(f"{name}_w"))
+    return found
