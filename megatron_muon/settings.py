@@ -14,6 +14,9 @@ from megatron_muon.errors import UserError, word_settings
 TP_MODE = "duplicated"
 """Default of --muon-tp-mode: updates independent of tensor parallelism; 0.19 has blockwise."""
 
+UPSTREAM = "upstream"
+"""The choice of --muon-matrices that follows megatron-core's own Muon."""
+
 METRICS_INTERVAL = 10
 """Default of --muon-metrics-interval; in custom scripts it is 0."""
 
@@ -112,6 +115,11 @@ class MuonSettings:
     """use the scalar optimizer (Adam) for parameters whose names, as printed by --muon-log-params,
     match a shell-style pattern by whole components: router, layers.1 (not layer 10), layers.0.*fc1;
     a pattern that matches no matrix is an error"""
+
+    muon_matrices: Literal["auto", "ours", "upstream"] = "auto"
+    """which weights Muon takes, and their blocks: ours (docs/parameters.md); upstream, as
+    megatron-core's own Muon does; auto: as the run did that wrote the checkpoint in --load, or
+    ours"""
 
     adaptive_muon_moment2_method: Literal["adamuon", "normuon"] = "adamuon"
     """with --optimizer adaptive_muon: second moment of the orthogonalized update per element

@@ -49,7 +49,7 @@ from megatron_muon.megatron.upstream import (
 )
 from megatron_muon.offload.run import offload_run
 from megatron_muon.ranks import say
-from megatron_muon.settings import flag_of, steps_for, word_as_flags
+from megatron_muon.settings import UPSTREAM, flag_of, steps_for, word_as_flags
 
 
 @word_as_flags()
@@ -160,7 +160,19 @@ def _groups(
 ) -> tuple[list[dict[str, Any]], dict[Any, str]]:
     """megatron-core's parameter groups, those of Muon without `optimizer`, and parameter names."""
     mp.restore_attributes(model_chunks)
-    mp.tag_for_muon(model_chunks, exclude=config.muon_exclude, steps_for=steps_for(config))
+    mp.tag_for_muon(
+        model_chunks,
+        exclude=config.muon_exclude,
+        steps_for=steps_for(config),
+        like_upstream=config.muon_matrices == UPSTREAM,
+    )
+    unlike = mp.unlike_upstream(model_chunks, config)
+    if unlike and not is_class(config.optimizer):
+        say(
+            "megatron-muon: note: megatron-core's own Muon differs (theirs: it alone takes them;"
+            f" ours: this run alone; blocks: it takes them whole): {', '.join(unlike)};"
+            " --muon-matrices upstream follows it"
+        )
     width = getattr(model_chunks[0].config, "mup_width_mult", 1.0)
     groups = _get_param_groups(model_chunks, config, _overrides(config, config_overrides, width))
     names = mp.parameter_names(model_chunks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from megatron_muon.checkpoint import content, folders
 from megatron_muon.checkpoint.content import STEP
 from megatron_muon.checkpoint.dcp import Planner, Reader
+from megatron_muon.checkpoint.torch_dist import is_torch_dist
 from megatron_muon.errors import UserError, reason_of
+from megatron_muon.megatron.checkpoint.from_ddp import TorchDistSource
 from megatron_muon.megatron.upstream import DistributedOptimizer, checkpointing, training
 from megatron_muon.patching import Patches
 from megatron_muon.ranks import of_all_ranks, of_any_rank, of_first_rank, say
@@ -49,9 +52,15 @@ def load_what_is_there(patches: Patches) -> None:
         folder = _folder_to_load(load_dir, args)
         if folder is not None and rank0:
             _require_sound(folder, verify=args.verify_checkpoint)
+        source = None
+        if folder is not None and is_torch_dist(folder):
+            source = TorchDistSource(folder)
+            load = partial(_load_torch_dist, source)
+            if rank0:
+                return load(load_dir, args, rank0)
         if folder is None or rank0:
             return load(load_dir, args, rank0, *rest, **kwargs)
-        loading.update(folder=folder, settings={}, rates={})
+        loading.update(folder=folder, source=source, settings={}, rates={})
         try:
             state, *others = load(load_dir, args, rank0, *rest, **kwargs)
             if state is not None and "rng_state" in loading:
@@ -70,7 +79,11 @@ def load_what_is_there(patches: Patches) -> None:
         state = preprocess(args, raw_state_dict, model)
         if "folder" not in loading:
             return state
-        entries = content.read_entries(loading["folder"])
+        source = loading["source"]
+        if source is None:
+            entries = content.read_entries(loading["folder"])
+        else:
+            entries = source.entries(state, model)
         state = _requested_state(state, entries, loading["folder"], args)
         if "optimizer" in state:
             settings = state["optimizer"]["param_to_group_meta"]
@@ -79,7 +92,7 @@ def load_what_is_there(patches: Patches) -> None:
                 loading["rates"] = {name: _rates(meta) for name, meta in settings.items()}
         if _FLOPS in entries:
             state[_FLOPS] = 0
-        if state.get("rng_state"):
+        if source is None and state.get("rng_state"):
             wanted = flatten_state_dict({"rng_state": state["rng_state"]})[0]
             if not all(of_all_ranks(all(name in entries for name in wanted))):
                 loading["rng_state"] = state.pop("rng_state")
@@ -88,6 +101,27 @@ def load_what_is_there(patches: Patches) -> None:
                     " starts anew"
                 )
         return state
+
+
+def _load_torch_dist(
+    source: TorchDistSource,
+    load_dir: Any,
+    args: Any,
+    rank0: bool = False,
+    sharded_state_dict: Any = None,
+    **_: Any,
+) -> Any:
+    """megatron-core's _load_base_checkpoint for a checkpoint of another format. Collective."""
+    found = source.folder, source.is_release, checkpointing.CheckpointType.FSDP_DTENSOR
+    checkpointing.set_loaded_iteration(source.common["iteration"])
+    if rank0:
+        return source.common, *found
+    state = dict(sharded_state_dict)
+    (model,) = state.pop("_model")
+    source.warn_of_other_settings(args)
+    source.load(checkpointing.preprocess_fsdp_dtensor_state_dict(args, state, model))
+    source.load_objects(state)
+    return state, *found
 
 
 def _rates(meta: Mapping[str, Any]) -> dict[str, Any]:

@@ -61,6 +61,7 @@ OF_MUON = (
     "muon_team_size",
     "muon_ns",
     "muon_ns_steps_for",
+    "muon_matrices",
     "muon_hyperball",
     "muon_share_replicated",
     "muon_momentum_dtype",
@@ -102,6 +103,8 @@ CONFLICTS = {
     # These normalize after what would be scaled.
     "--qk-clip": ("--qk-layernorm", "--qk-l2-norm"),
     "--muon-split-heads": ("--muon-no-split-qkv",),
+    # it splits QKV only
+    "--muon-matrices upstream": ("--muon-split-gated-mlp", "--muon-split-heads"),
     # These need main weights between steps, or are untested with it.
     "--muon-offload-state all": (
         "--optimizer adaptive_muon",

@@ -37,11 +37,16 @@ from megatron_muon.ranks import new_group_of, numbers_of_all_ranks
 MUON = "muon"
 """Muon in the table of parameters; the scalar optimizer has Megatron's name for it."""
 
+QKV = "linear_qkv.weight"
+"""The end of the only name whose matrices megatron-core's own Muon splits."""
+
 UNKNOWN = "fused in a way that is not known (docs/parameters.md)"
 """A reason to leave a 2D weight to the scalar optimizer, like those of `why_not_muon`."""
 
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+")
 """The number of an expert in a parameter's name."""
+
+_ANY_NUMBER = re.compile(r"(?<=\.)\d+|(?<=weight)\d+")
 
 _LEFT_BEHIND = (
     "allreduce",
@@ -73,13 +78,15 @@ def tag_for_muon(
     *,
     exclude: Sequence[str] = (),
     steps_for: Mapping[str, int] | None = None,
+    like_upstream: bool = False,
 ) -> None:
     """Set attributes of trainable parameters: `use_muon`, `why_not_muon`, `fused_rows` and others.
 
     A `use_muon` that a script has set is kept, except where megatron-core sets it too. Parameters
     that match a pattern of `exclude` (`--muon-exclude`) go to the scalar optimizer; `steps_for` has
-    Newton-Schulz steps by pattern, of which the last match holds (`--muon-ns-steps-for`). Raises a
-    UserError for a pattern that matches none of Muon's matrices.
+    Newton-Schulz steps by pattern, of which the last match holds (`--muon-ns-steps-for`).
+    `like_upstream` chooses weights and blocks as megatron-core's own Muon (`--muon-matrices`).
+    Raises a UserError for a pattern that matches none of Muon's matrices.
 
     Source: megatron.core.optimizer._get_megatron_emerging_optimizer, which does this for its own
     Muon.
@@ -89,9 +96,13 @@ def tag_for_muon(
             parameter.expert_tp = True
         # A custom model's; 0.19 refuses --moe-single-grouped-weight under Megatron-FSDP.
         parameter.expert_stack = parameter.ndim == 3 and ".experts." in name
-        if len(path) > 1 and installed().has_marked(path[-2]):
+        if not like_upstream and len(path) > 1 and installed().has_marked(path[-2]):
             vars(parameter).pop("use_muon", None)
-        if parameter.ndim == 2 or parameter.expert_stack:
+        if like_upstream:
+            parameter.expert_stack = False
+            if QKV in name and parameter.ndim == 2:
+                _fuse(name, parameter, path)
+        elif parameter.ndim == 2 or parameter.expert_stack:
             why = _fuse(name, parameter, path)
             if parameter.ndim == 2:
                 why = _outside(name, parameter, path[-1]) or why
@@ -158,6 +169,24 @@ def muon_matrices(model_chunks: Sequence[Any]) -> dict[Any, str]:
     """The trainable parameters that Muon takes, with their names."""
     names = parameter_names(model_chunks)
     return {p: name for p, name in names.items() if p.requires_grad and is_muon_matrix(p)}
+
+
+def unlike_upstream(model_chunks: Sequence[Any], config: MuonOptimizerConfig) -> list[str]:
+    """Tagged weights that megatron-core's own Muon treats otherwise, layers and experts as `*`."""
+    found: dict[str, None] = {}
+    for parameter, name in parameter_names(model_chunks).items():
+        if not parameter.requires_grad:
+            continue
+        is_theirs = parameter.ndim == 2
+        is_theirs &= not getattr(parameter, "is_embedding_or_output_parameter", False)
+        difference = ""
+        if is_theirs != is_muon_matrix(parameter):
+            difference = "theirs" if is_theirs else "ours"
+        elif is_theirs and QKV not in name and len(block_split(parameter, config).parts) > 1:
+            difference = "blocks"
+        if difference:
+            found[f"{_ANY_NUMBER.sub('*', name)} ({difference})"] = None
+    return list(found)
 
 
 def parameter_names(model_chunks: Sequence[Any]) -> dict[Any, str]:
@@ -255,7 +284,7 @@ def fused_rows(name: str, config: Any, stated: Sequence[int] = ()) -> Fused | No
             return Fused(parts=(nope, value), heads=(nope, value))
         if re.search(r"\.linear_q(_up)?_proj\.weight", name):
             return Fused(heads=(nope + rotary,))
-    if "linear_qkv.weight" in name:  # also beside latent attention, in a hybrid model
+    if QKV in name:  # also beside latent attention, in a hybrid model
         return Fused(parts=tuple(_get_qkv_split_shapes(config)), heads=(config.kv_channels,))
     if ".linear_kv.weight" in name:
         return Fused(parts=(config.kv_channels,) * 2, heads=(config.kv_channels,))

@@ -15,10 +15,12 @@ _DESCRIPTIONS = {
     "export": """\
 Converts a checkpoint to a folder that transformers, vLLM and lm-evaluation-harness load
 (safetensors, config.json, tokenizer). It runs in one process without a GPU, and holds the model in
-memory. Settings without a counterpart in Hugging Face are refused.
+memory. Settings without a counterpart there are refused. torch_dist also keeps the optimizer's
+state: Megatron's own --optimizer muon continues it, under DDP.
 
 examples:
   megatron-muon export --checkpoint runs/first --to hf exported/first
+  megatron-muon export --checkpoint runs/first --to torch_dist exported/ddp
 """,
     "import": """\
 Converts a Hugging Face model (Llama, Mistral, Qwen 2 and 3, Mixtral, Qwen 3 MoE, GPT-2) to a
@@ -84,7 +86,8 @@ def _add_checkpoint(parser: CommandParser) -> None:
 
 def _add_export(parser: CommandParser) -> None:
     add = parser.add_argument
-    add("--to", choices=("hf",), required=True, help="format to write")
+    form = add("--to", choices=("hf", "torch_dist"), required=True)
+    form.help = "format to write: Hugging Face's, or that of Megatron's own Muon"
     dtypes = ("auto", "float32", "bfloat16", "float16")
     add("--dtype", choices=dtypes, default="auto", help="dtype of the tensors (auto: the run's)")
 
@@ -105,7 +108,9 @@ def _add_eval(parser: CommandParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command `args.command`."""
     with quiet_imports():
-        if args.command == "export":
+        if args.command == "export" and args.to == "torch_dist":
+            from megatron_muon.tools.models.to_upstream import export as work
+        elif args.command == "export":
             from megatron_muon.tools.models.convert import export_model as work
         elif args.command == "import":
             from megatron_muon.tools.models.convert import import_model as work

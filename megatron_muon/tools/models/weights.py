@@ -70,7 +70,7 @@ class Weights:
         # an older Megatron had fewer arguments
         defaults = vars(build_parser().parse_args([]))
         self.args = argparse.Namespace(**defaults | vars(args))
-        self.tensors: dict[str, Tensor] = {_local(name): stored[name] for name in names}
+        self.tensors: dict[str, Tensor] = {local_name(name): stored[name] for name in names}
 
     @property
     def trained_in(self) -> torch.dtype:
@@ -80,7 +80,8 @@ class Weights:
         return torch.float16 if self.args.fp16 else torch.float32
 
 
-def _local(entry: str) -> str:
+def local_name(entry: str) -> str:
+    """The name of a weight, or of its half, in megatron-core's local layers."""
     name = content.plain(entry.removeprefix("model."))
     for pattern, replacement in _TO_LOCAL:
         name = re.sub(pattern, replacement, name)
@@ -102,7 +103,7 @@ def write(save_dir: Path, tensors: Mapping[str, Tensor], args: argparse.Namespac
 
 
 def _stored(name: str, args: argparse.Namespace) -> str:
-    """The inverse of `_local`, for the layers of a run with these arguments."""
+    """The inverse of `local_name`, for the layers of a run with these arguments."""
     if args.transformer_impl != "transformer_engine":
         return name
     name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")

@@ -41,7 +41,7 @@ from megatron_muon.megatron.upstream import mcore_fsdp_adapter as adapter
 from megatron_muon.megatron.upstream import parallel_state as mpu
 from megatron_muon.megatron.upstream import param_and_grad_buffer as buffers
 from megatron_muon.patching import Patches
-from megatron_muon.settings import steps_for
+from megatron_muon.settings import UPSTREAM, steps_for
 from megatron_muon.tools.plan.estimate import Group
 from megatron_muon.tools.plan.planned_cuts import PieceHolders, bucket_shards
 
@@ -190,7 +190,12 @@ def _groups(args: argparse.Namespace, settings: MuonOptimizerConfig) -> tuple[li
             "experts": (groups.intra_expt_dp.size(), groups.expt_tp.size(), groups.ep.size()),
         }
     restore_attributes([model])
-    tag_for_muon([model], exclude=settings.muon_exclude, steps_for=steps_for(settings))
+    tag_for_muon(
+        [model],
+        exclude=settings.muon_exclude,
+        steps_for=steps_for(settings),
+        like_upstream=settings.muon_matrices == UPSTREAM,
+    )
     over_tp = settings.muon_tp_mode != "blockwise"
     instances = args.num_distributed_optimizer_instances
     names = muon_matrices([model])

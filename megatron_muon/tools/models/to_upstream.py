@@ -1,0 +1,206 @@
+"""`megatron-muon export --to torch_dist`: a checkpoint that megatron-core's own Muon continues.
+
+One process builds the model and megatron-core's own optimizer, fills them, and lets megatron-core
+save them. So the format is megatron-core's, and any parallel layout loads it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_muon import cpu
+from megatron_muon.checkpoint import content
+from megatron_muon.checkpoint.content import STEP
+from megatron_muon.errors import UserError
+from megatron_muon.megatron.model.gpt import gpt_config
+from megatron_muon.megatron.model.matrices import parameter_names
+from megatron_muon.megatron.upstream import (
+    ProcessGroupCollection,
+    checkpointing,
+    global_vars,
+    initialize_rerun_state_machine,
+    model_parallel_cuda_manual_seed,
+    parallel_state,
+    training,
+)
+from megatron_muon.settings import flag_of
+from megatron_muon.tools.models.weights import Weights, local_name
+
+_STATE = "optimizer.state."
+_SCHEDULE = "opt_param_scheduler."
+_FLOPS = "num_floating_point_operations_so_far"
+_WITHOUT_COUNTERPART = (
+    "muon_hyperball",
+    "muon_cautious_weight_decay",
+    "muon_split_heads",
+    "muon_split_gated_mlp",
+    "muon_ns_steps_for",
+)
+_ONE_PROCESS: dict[str, Any] = {
+    "rank": 0,
+    "world_size": 1,
+    "data_parallel_size": 1,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+    "sequence_parallel": False,
+    "num_distributed_optimizer_instances": 1,
+}
+_UNDER_DDP: dict[str, Any] = {
+    "use_megatron_fsdp": False,
+    "data_parallel_sharding_strategy": "no_shard",
+    "use_distributed_optimizer": False,
+    "use_layer_wise_distributed_optimizer": False,
+    "ckpt_format": "torch_dist",
+    "use_dist_ckpt": True,
+    "async_save": False,
+    "no_save_rng": True,  # each rank's are those of another layout
+    "load": None,
+    "transformer_impl": "local",
+    "use_checkpoint_opt_param_scheduler": True,
+    "override_opt_param_scheduler": False,
+}
+
+
+def export(args: argparse.Namespace) -> None:
+    """Run `megatron-muon export --to torch_dist`."""
+    out: Path = args.out
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} exists already; give another folder, or remove it first")
+    checkpoint = Weights(args.checkpoint, verify=not args.no_verify_checkpoint)
+    _check(checkpoint)
+    entries = content.read_entries(checkpoint.folder)
+    names = [name for name in entries if name.startswith((_STATE, _SCHEDULE)) or name == _FLOPS]
+    stored = content.read(checkpoint.folder, ["iteration", *names])
+    run = checkpoint.args
+    has_experts_apart = run.expert_model_parallel_size > 1
+    vars(run).update(_ONE_PROCESS | _UNDER_DDP, save=str(out))
+    cpu.install(force=True)
+    _initialize(run)
+    try:
+        model = _model(run)
+        if has_experts_apart:  # then their state is that of another optimizer
+            for name, parameter in model.named_parameters():
+                parameter.allreduce = ".experts." not in name
+        optimizer = _optimizer(run, model)
+        _fill(model, optimizer, checkpoint.tensors, stored)
+        scheduler = training.get_optimizer_param_scheduler(optimizer)
+        schedule = {name: value for name, value in stored.items() if name.startswith(_SCHEDULE)}
+        scheduler.load_state_dict(
+            {name.removeprefix(_SCHEDULE): value for name, value in schedule.items()}
+        )
+        run.use_checkpoint_opt_param_scheduler = False
+        checkpointing.save_checkpoint(
+            stored["iteration"], [model], optimizer, scheduler, stored.get(_FLOPS, 0)
+        )
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+    print(f"{out}: for --load under DDP, from {checkpoint.folder}")
+
+
+def _check(checkpoint: Weights) -> None:
+    """Refuse runs that megatron-core's own Muon cannot continue."""
+    run = checkpoint.args
+    if run.optimizer != "muon":
+        raise UserError(f"{checkpoint.folder} is of --optimizer {run.optimizer}, not of muon")
+    given = [
+        name for name in _WITHOUT_COUNTERPART if getattr(run, name, None) not in (None, False, [])
+    ]
+    rates = {"muon_lr": run.lr, "muon_min_lr": run.min_lr}
+    given += [name for name, rate in rates.items() if getattr(run, name, None) not in (None, rate)]
+    if given:
+        flags = ", ".join(map(flag_of, given))
+        raise UserError(f"{checkpoint.folder}: megatron-core's own Muon has no {flags}")
+
+
+def _initialize(run: argparse.Namespace) -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    global_vars.set_args(run)
+    global_vars._set_timers(run)
+    initialize_rerun_state_machine()
+    model_parallel_cuda_manual_seed(run.seed)
+
+
+def _model(run: argparse.Namespace) -> Any:
+    config = gpt_config(run)
+    config.transformer.perform_initialization = False
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    model = config.get_builder_cls()(config).build_model(groups, True, True)
+    return model.bfloat16() if run.bf16 else model
+
+
+def _optimizer(run: argparse.Namespace, model: Any) -> Any:
+    config, overrides = training.get_megatron_optimizer_config(run)
+    optimizer = training.get_megatron_optimizer(config, [model], config_overrides=overrides)
+    for member in optimizer.chained_optimizers:
+        member.init_state_fn(member.optimizer, config)
+    return optimizer
+
+
+def _fill(
+    model: Any,
+    optimizer: Any,
+    weights: Mapping[str, torch.Tensor],
+    stored: Mapping[str, Any],
+) -> None:
+    """Give model and optimizer a checkpoint's weights and state."""
+    names = parameter_names([model])
+    state: dict[str, dict[str, Any]] = {}
+    for entry, value in stored.items():
+        if entry.startswith(_STATE):
+            parameter, slot = entry.removeprefix(_STATE).rsplit(".", 1)
+            state.setdefault(slot, {})[local_name(parameter)] = value
+    by_main = {getattr(p, "main_param", p): name for p, name in names.items()}
+    with torch.no_grad():
+        for buffer, tensor in model.named_buffers():
+            if buffer in weights:
+                tensor.copy_(weights[buffer])
+        for parameter, name in names.items():
+            whole = _whole(name, weights)
+            parameter.copy_(whole)
+            if hasattr(parameter, "main_param"):
+                parameter.main_param.copy_(whole)
+    lost = []
+    for member in optimizer.chained_optimizers:
+        inner = member.optimizer
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                name = by_main[parameter]
+                for slot, tensor in inner.state[parameter].items():
+                    try:
+                        tensor.copy_(_whole(name, state.get(slot, {})))
+                    except KeyError:
+                        lost.append(f"{name} has no {slot}")
+                step = _step(name, state)
+                if step is not None:
+                    inner.state[parameter][STEP] = torch.tensor(float(step))
+                    group[STEP] = int(step)  # as FusedAdam counts
+    if lost:
+        raise UserError(
+            f"megatron-core's own Muon divides the weights otherwise: {content.some(lost)}; train"
+            " with --muon-matrices upstream"
+        )
+
+
+def _whole(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A tensor that may be stored as gate and up."""
+    if name in tensors:
+        return tensors[name]
+    return torch.cat([tensors[f"{name}_w"], tensors[f"{name}_v"]])
+
+
+def _step(name: str, state: Mapping[str, Mapping[str, Any]]) -> float | None:
+    counts = state.get(STEP, {})
+    found: float | None = counts.get(name, counts.get(f"{name}_w"))
+    return found
