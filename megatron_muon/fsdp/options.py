@@ -44,7 +44,7 @@ _SETTINGS = {
 
 _ARGUMENTS = {setting: argument for argument, setting in _SETTINGS.items()}
 
-_NOT_SETTINGS = ("lr", "exclude", "ns_steps_for")
+_NOT_SETTINGS = ("lr", "exclude", "matrices", "ns_steps_for")
 """Arguments with another meaning or form than the setting with such a name."""
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -136,7 +136,7 @@ def check_options(given: Mapping[str, Any]) -> None:
     settings = settings_of(given)
     choices = {argument_of(setting): choices_of(setting) for setting in vars(settings)} | _CHOICES
     for name, value in given.items():
-        allowed = choices.get(name)
+        allowed = None if name in _NOT_SETTINGS else choices.get(name)
         if allowed and value not in allowed:
             shown = ", ".join(map(repr, allowed))
             raise UserError(f"{name}={value!r} does not exist; choose one of {shown}")
