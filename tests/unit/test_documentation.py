@@ -20,6 +20,9 @@ from tests.support.documented import PROGRAM, ROOT, blocks, pages
 
 PAGES = [ROOT / page for page in pages()]
 OTHERS = {
+    "--write",  # python -m benchmarks.upstream
+    "--muon-use-syrk",  # megatron-core 0.20
+    "--megatron-fsdp-version",
     # torchrun
     *("--nproc-per-node", "--standalone", "--shutdown-timeout", "--nnodes", "--node-rank"),
     *("--rdzv-backend", "--rdzv-endpoint"),

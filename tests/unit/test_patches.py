@@ -186,7 +186,7 @@ def test_who_calls_megatrons_factory_gets_ours_with_the_settings_of_flags(patche
     assert called["chunks"] == [sharded]
     settings = called["config"]
     assert (settings.lr, settings.muon_lr, settings.muon_exchange) == (0.1, 2.0, "allgather")
-    assert settings.muon_tp_mode == config.muon_tp_mode == "blockwise"
+    assert settings.muon_tp_mode == config.muon_tp_mode == OptimizerConfig.muon_tp_mode
 
 
 @pytest.mark.parametrize(

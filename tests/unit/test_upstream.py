@@ -313,7 +313,7 @@ def test_only_mixers_that_this_package_splits_have_marks_of_megatron():
             if isinstance(each, ast.ClassDef)
             and '"use_muon"' in ast.unparse(each).replace("'", '"')
         }
-    assert found == {"MambaMixer", "GatedDeltaProduct"}
+    assert found == {"MambaMixer", "GatedDeltaProductMixer"}
     for name in found:
         assert upstream.installed().has_marked(type(name, (), {})())
     assert not upstream.installed().has_marked(torch.nn.Linear(1, 1))
