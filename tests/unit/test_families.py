@@ -22,6 +22,7 @@ import megatron_muon
 from megatron_muon.core.reference import SplitMuon
 from megatron_muon.fsdp.selection import select
 from megatron_muon.matrices.fused import FUSED
+from megatron_muon.matrices.table import table
 from tests.support.cli import sizes
 
 Blocks = Callable[[torch.Tensor], list[torch.Tensor]]
@@ -266,9 +267,8 @@ class Remote(nn.Module):
 
 def table_of(params: Any) -> dict[str, str]:
     """The note of each weight of Muon's."""
-    rows = re.findall(
-        r"^muon .* (\S+\.weight)(?: \((.*)\))?$", select(params).table(full=True), re.MULTILINE
-    )
+    shown = table(select(params).rows(), full=True)
+    rows = re.findall(r"^muon .* (\S+\.weight)(?: \((.*)\))?$", shown, re.MULTILINE)
     return dict(rows)
 
 
