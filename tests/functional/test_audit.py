@@ -27,12 +27,14 @@ from tests.support.case import Case, batches
 from tests.support.cases import but
 from tests.support.model import Trainer
 from tests.support.pool import Pool
+from tests.support.wide import wide_but
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERY_STEP = {"muon_audit_interval": 1}
 PLAIN = but(Case(), **EVERY_STEP, weight_decay=0.1)
 HALF = but(PLAIN, muon_fp32_matmul_prec="medium")
 REPLICAS = PLAIN.but(instances=2)
+CORRECT = {"fp32": PLAIN, "bf16": HALF, "replicas": REPLICAS}
 
 
 def another_owners_update() -> Any:
@@ -158,7 +160,7 @@ def faults_of(rank: int, world_size: int, *, fault: str, case: Case) -> Any:
     return found, count
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", wide_but(["a lost row", "decay twice"], FAULTS))
 def test_a_fault_is_found_within_a_pass_over_the_matrices(ranks: Pool, fault: str) -> None:
     _, world_size, text = FAULTS[fault]
     case = REPLICAS if world_size == 4 else PLAIN
@@ -168,14 +170,16 @@ def test_a_fault_is_found_within_a_pass_over_the_matrices(ranks: Pool, fault: st
     assert any(re.search(text, line) for line in found), found
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("fault", ["another owner's update", "a lost row", "half a block"])
 def test_faults_are_found_in_bf16_too(ranks: Pool, fault: str) -> None:
     found, _ = ranks(2, faults_of, fault=fault, case=HALF)[0]
     assert any("update differs by" in line for line in found), found
 
 
-@pytest.mark.parametrize("case", [PLAIN, HALF, REPLICAS], ids=["fp32", "bf16", "replicas"])
-def test_nothing_is_found_in_a_correct_run(ranks: Pool, case: Case) -> None:
+@pytest.mark.parametrize("kind", wide_but(["replicas"], CORRECT))
+def test_nothing_is_found_in_a_correct_run(ranks: Pool, kind: str) -> None:
+    case = CORRECT[kind]
     for found, count in ranks(4 if case.instances > 1 else 2, faults_of, fault="", case=case):
         assert found == []
         assert count >= 8

@@ -63,7 +63,7 @@ def count(
     """
     found = {}
     for label, (case, micro_batches) in cases.items():
-        trainer = Trainer(case)
+        trainer = Trainer(but(case, muon_audit_interval=0))  # audits orthogonalise too
         counts = []
         for tokens in batches(2):
             with recorded_shapes() as shapes, sabotaged(sabotage.replace("per micro-batch", "")):

@@ -36,6 +36,8 @@ ELSEWHERE = {
     ),
     r"(torchrun --nproc-per-node 2|python) examples/": "functional/test_examples.py",
     r"torchrun --nproc-per-node 2 -m benchmarks\.": "functional/test_examples.py",
+    r"torchrun .* --load runs/ddp ": "functional/test_from_upstream.py",
+    r"megatron-muon export .* --to torch_dist ": "functional/test_from_upstream.py",
     r"megatron-muon doctor --gpu": "unit/test_gpu_checks.py",
     r"torchrun --nproc-per-node 8 -m megatron_muon\.cli doctor": ("functional/test_doctor_gpu.py"),
     r"megatron-muon plan --config .* --hardware my-h100.yaml": "unit/test_gpu_checks.py",

@@ -53,6 +53,7 @@ def two_memories() -> Iterator[None]:
     cpu.install()  # what is replaced here maps devices to the CPU
     constructors = {function.__name__ for function in device_context._device_constructors()}
     driver = Driver()
+    generator = torch.Generator
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
             *(
@@ -77,6 +78,7 @@ def two_memories() -> Iterator[None]:
                 "cuda",
                 lambda self, device=None: self._apply(lambda tensor: tensor.to(GPU)),
             ),
+            (torch, "Generator", lambda device=CPU: generator()),
             (torch.cuda, "cudart", lambda: driver),
             (DeviceMesh, "__init__", DeviceMesh.__init__.__wrapped__),
             (c10d, "_get_object_coll_device", lambda group=None: "cuda"),
