@@ -55,7 +55,9 @@ def test_a_script_of_ones_own_trains_saves_and_resumes_as_pretrain_gpt(ranks, tm
     """It is enabled first and cold, then after Megatron's functions were imported by name, and
     twice.
     """
-    flags = (*corpus, *MUON, *cli.words("--save checkpoints --save-interval 3"))
+    # without fast bf16, pretrain_gpt.py fills it in
+    precision = cli.words("--muon-fp32-matmul-prec highest")
+    flags = (*corpus, *MUON, *precision, *cli.words("--save checkpoints --save-interval 3"))
     (tmp_path / "ours").mkdir()
     ours = Trainings(
         ranks,
