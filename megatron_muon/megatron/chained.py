@@ -78,6 +78,7 @@ class MuonChainedOptimizer(ChainedOptimizer):
         Raises an OffloadError on every rank if one cannot read or write its state, before the model
         gets new weights.
         """
+        self.audit_faults = []  # also where the step is skipped
         for store in self.stores:
             store.verify()
         self._look_for_failures()
@@ -178,8 +179,7 @@ class MuonChainedOptimizer(ChainedOptimizer):
             raise OffloadError(failure)
 
     def _look_for_faults(self) -> None:
-        """Gather what audits of this step have found. Collective then."""
-        self.audit_faults = []
+        """Gather the faults that audits of this step have found. Collective then."""
         if any(audit.is_audited for audit in self._audits):
             mine = [audit.line for audit in self._audits if audit.faults]
             for lines in of_all_ranks_if_any(mine):

@@ -248,8 +248,8 @@ def test_a_run_saves_and_ends(tmp_path: Path) -> None:
         command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
-    told = [json.loads(line) for line in events.read_text("utf-8").splitlines()]
-    (fault,) = [event for event in told if event["event"] == "audit"]
+    reported = [json.loads(line) for line in events.read_text("utf-8").splitlines()]
+    (fault,) = [event for event in reported if event["event"] == "audit"]
     assert "decoder.layers.0." in fault["fault"]
     assert fault["fault"] in done.stderr
     latest = int((save / "latest_checkpointed_iteration.txt").read_text("utf-8"))

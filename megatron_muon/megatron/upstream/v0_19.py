@@ -1,4 +1,4 @@
-"""What megatron-core 0.19 has of its own; `v0_20` is the same for 0.20."""
+"""Names and patches that differ between versions, for megatron-core 0.19; `v0_20` for 0.20."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What megatron-core 0.20 has of its own; `v0_19` describes the names."""
+"""Names and patches that differ between versions, for 0.20; `v0_19` describes the names."""
 
 from __future__ import annotations
 
