@@ -21,7 +21,7 @@ from megatron_muon.core.rows import MOMENTUM
 from megatron_muon.core.rules.held import Held
 from megatron_muon.core.rules.second_moments import MOMENT2
 from megatron_muon.core.slices import BlockSlice
-from megatron_muon.fsdp.whole_step import GRADIENT, WEIGHT, Subject, Tensors, WholeStep
+from megatron_muon.fsdp.whole_step import GRADIENT, WEIGHT, Finding, Subject, Tensors, WholeStep
 from megatron_muon.ranks import is_first_rank, numbers_of_all_ranks, of_all_ranks_if_any
 
 
@@ -37,8 +37,9 @@ class Audit:
     Attributes:
         steps: taken so far; to be set where a run is resumed.
         is_due: the next step is audited whatever its number.
-        line: report of the step's audit, on the first rank; empty without one.
-        faults: found in it.
+        is_audited: the latest step was.
+        line: report of its audit, on the first rank; else empty.
+        faults: the same on all ranks, if it found faults.
     """
 
     def __init__(self, part: Any, held: Held, interval: int, whole_step: WholeStep) -> None:
@@ -47,41 +48,35 @@ class Audit:
         self._interval = interval
         self._whole_step = whole_step
         self._rank = held.group.rank()
-        self._index = -1
         self.steps = 0
         self.is_due = interval > 0
+        self.is_audited = False
         self.line = ""
         self.faults: list[str] = []
-
-    @property
-    def is_audited(self) -> bool:
-        """The latest step is audited, on all ranks."""
-        return self._index >= 0
 
     def begin(self, probe: Probe) -> Any:
         """Collect a matrix if the step that begins is audited; returns its probe. Collective."""
         self.steps += 1
         self.line = ""
         self.faults = []
-        self._index = -1
-        if not self._interval or not (self.is_due or self.steps % self._interval == 0):
+        interval = 1 if self.is_due else self._interval
+        self.is_audited = interval > 0 and self.steps % interval == 0
+        if not self.is_audited:
             return probe
-        number = self.steps if self.is_due else self.steps // self._interval
         self.is_due = False
         matrices = self._held.layout.matrices
-        self._index = drawn(number, len(matrices))
-        self._matrix = matrices[self._index]
-        self._before = self._collect(GRADIENT)
+        index = self.steps // interval % len(matrices)
         self._subject = Subject(
-            self._index,
+            index,
             self.steps,
-            self._matrix,
-            self._part.rows.groups[self._index],
-            self._part.method_state.of_matrix(self._index),
+            matrices[index],
+            self._part.rows.groups[index],
+            self._part.method_state.of_matrix(index),
             self._part.waves.method.device,
         )
-        self._elements = Counter[tuple[int, int]]()
-        return counting(probe, self._elements)
+        self._before = self._collect(GRADIENT)
+        self._elements = Counter[int]()
+        return counting(probe, index, self._elements)
 
     @torch.no_grad()
     def end(self) -> None:
@@ -93,65 +88,70 @@ class Audit:
         for rows in self._rows().values():
             content = rows.contiguous().view(-1).view(torch.uint8)
             bits = zlib.crc32(content.cpu().numpy(), bits)
-        iterated = [self._elements[self._index, n] for n in range(len(self._matrix.blocks))]
+        blocks = range(len(self._subject.matrix.blocks))
+        iterated = [self._elements[number] for number in blocks]
         of_ranks = numbers_of_all_ranks([bits, *iterated], self._held.group)
-        if self._rank == 0:
-            self._judge(after, of_ranks)
-        self._before = {}
-        if self.faults or (self.line and is_first_rank()):
-            kind = "warning: " if self.faults else ""
+        has_faults = self._rank == 0 and self._judge(after, of_ranks)
+        del self._before
+        lines = of_all_ranks_if_any(self.line if has_faults else "", self._held.group)
+        self.faults = lines[:1]
+        if has_faults or (self.line and is_first_rank()):
+            kind = "warning: " if has_faults else ""
             print(f"megatron-muon: {kind}{self.line}", flush=True)
 
-    def faults_of_all(self) -> list[str]:
-        """The line of the step's audit on every rank, if it found faults. Collective."""
-        if not self.is_audited:
-            return []
-        lines = of_all_ranks_if_any(self.line if self.faults else "", self._held.group)
-        return [line for line in lines if line]
-
-    def _judge(self, after: Tensors, of_ranks: Sequence[Sequence[int]]) -> None:
-        """Fill in the report."""
-        rows, cols = self._matrix.shape
-        self._check_replicas([bits for bits, *_ in of_ranks])
+    def _judge(self, after: Tensors, of_ranks: Sequence[Sequence[int]]) -> bool:
+        """Write the report; returns True if there are faults."""
+        matrix = self._subject.matrix
+        findings = self._compare_replicas([bits for bits, *_ in of_ranks])
         if self._part.captured is None:  # a replayed graph calls no probe
-            self._check_iterations([elements for _, *elements in of_ranks])
+            findings += self._compare_iterations([elements for _, *elements in of_ranks])
         try:
-            found, faults = self._whole_step.compare(self._subject, self._before, after)
+            findings += self._whole_step.compare(self._subject, self._before, after)
         except torch.OutOfMemoryError:
-            found, faults = ["update not checked: out of memory"], []
-        self.faults += faults
-        copies = max(len(shard.holders) for shard in self._matrix.shards)
-        if copies > 1:
-            found.append(f"{copies} replicas equal")
-        shown = ", ".join(self.faults or found)
-        self.line = f"audit of step {self.steps}: {self._matrix.name} ({rows} x {cols}): {shown}"
+            findings.append(Finding("update not checked: out of memory"))
+        faults = [finding for finding in findings if finding.is_fault]
+        shown = ", ".join(finding.text for finding in faults or findings)
+        rows, cols = matrix.shape
+        self.line = f"audit of step {self.steps}: {matrix.name} ({rows} x {cols}): {shown}"
+        return bool(faults)
 
-    def _check_replicas(self, bits: Sequence[int]) -> None:
-        for shard in self._matrix.shards:
+    def _compare_replicas(self, bits: Sequence[int]) -> list[Finding]:
+        found = []
+        shards = self._subject.matrix.shards
+        for shard in shards:
             others = [rank for rank in shard.replicas if bits[rank] != bits[shard.rank]]
             if others:
                 ranks = ", ".join(map(str, others))
-                self.faults.append(f"ranks {ranks} and {shard.rank}, replicas, have other bits")
+                text = f"ranks {ranks} and {shard.rank}, replicas, have other bits"
+                found.append(Finding(text, is_fault=True))
+        copies = max(len(shard.holders) for shard in shards)
+        if copies > 1:
+            found.append(Finding(f"{copies} replicas equal"))
+        return found
 
-    def _check_iterations(self, of_ranks: Sequence[Sequence[int]]) -> None:
+    def _compare_iterations(self, of_ranks: Sequence[Sequence[int]]) -> list[Finding]:
+        found = []
         times = len(of_ranks) if self._part.waves.scheme in (LOCAL, GATHERED) else 1
-        for number, shape in enumerate(self._matrix.blocks):
+        for number, shape in enumerate(self._subject.matrix.blocks):
             done = sum(elements[number] for elements in of_ranks) / math.prod(shape)
             if done != times:
-                self.faults.append(f"block {number} was orthogonalized {done / times:g} times")
+                text = f"block {number} was orthogonalized {done / times:g} times"
+                found.append(Finding(text, is_fault=True))
+        return found
 
     def _rows(self, *others: str) -> Tensors:
         """This rank's rows by slot; nothing if it holds none."""
         rows = self._part.rows
-        if not self._matrix.held_by(self._rank).numel:
+        index = self._subject.index
+        if not self._subject.matrix.held_by(self._rank).numel:
             return {}
-        found = {WEIGHT: rows.kept_weights.read(self._index)}
+        found = {WEIGHT: rows.kept_weights.read(index)}
         if self._part.has_momentum:
-            found[MOMENTUM] = rows.kept_momentum.read(self._index)
+            found[MOMENTUM] = rows.kept_momentum.read(index)
         if self._whole_step.moment2:
-            found[MOMENT2] = rows.state(MOMENT2)[self._index]
+            found[MOMENT2] = rows.state(MOMENT2)[index]
         if others:
-            gradient = rows.gradients[self._index]
+            gradient = rows.gradients[index]
             if gradient is None:
                 gradient = torch.full_like(found[WEIGHT], math.nan)
             found[GRADIENT] = gradient
@@ -163,16 +163,17 @@ class Audit:
         Only the first rank has elements. Collective.
         """
         mine = self._rows(*others)
-        shapes = {WEIGHT: self._matrix.shape}
+        matrix = self._subject.matrix
+        shapes = {WEIGHT: matrix.shape}
         if self._part.has_momentum:
-            shapes[MOMENTUM] = self._matrix.shape
+            shapes[MOMENTUM] = matrix.shape
         if self._whole_step.moment2:
-            shapes[MOMENT2] = self._whole_step.moment2_shape(self._index, self._matrix)
-        shapes |= dict.fromkeys(others, self._matrix.shape)
+            shapes[MOMENT2] = self._whole_step.moment2_shape(self._subject.index, matrix)
+        shapes |= dict.fromkeys(others, matrix.shape)
         whole = {}
         for slot, shape in shapes.items():
             whole[slot] = torch.empty(shape if self._rank == 0 else (0, 0), dtype=torch.float32)
-            for shard in self._matrix.shards:
+            for shard in matrix.shards:
                 rows, cols = shard.region(shape)
                 part = mine.get(slot)
                 if self._rank != shard.rank or part is None:
@@ -185,8 +186,8 @@ class Audit:
         return whole
 
 
-def counting(probe: Probe, elements: Counter[tuple[int, int]]) -> Probe:
-    """A probe that also counts the elements that this rank orthogonalizes, by matrix and block.
+def counting(probe: Probe, index: int, elements: Counter[int]) -> Probe:
+    """A probe that also counts the elements of a matrix that this rank orthogonalizes, by block.
 
     It has the methods of the probe's class, which passes look at, and the probe's attributes.
     """
@@ -194,17 +195,10 @@ def counting(probe: Probe, elements: Counter[tuple[int, int]]) -> Probe:
     class Counting(type(probe)):  # type: ignore[misc]
         def orthogonalized(self, slots: Sequence[BlockSlice]) -> None:
             for slot in slots:
-                elements[slot.index, slot.block] += slot.numel
+                if slot.index == index:
+                    elements[slot.block] += slot.numel
             super().orthogonalized(slots)
 
     made: Probe = object.__new__(Counting)
     made.__dict__ = probe.__dict__
     return made
-
-
-def drawn(number: int, count: int) -> int:
-    """The matrix of an audit: `count` consecutive audits draw each once, neighbors far apart."""
-    stride = int(0.618 * count) or 1
-    while math.gcd(stride, count) > 1:
-        stride += 1
-    return number * stride % count

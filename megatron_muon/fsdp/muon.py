@@ -321,10 +321,9 @@ class Muon(MuonState):
             for group, numbers in read:
                 step_adamw(group, numbers, self.state, counts_empty=self._from_megatron_fsdp)
         if self._settings["audit_action"] == "stop":
-            for part in self.parts:
-                faults = part.audit.faults_of_all() if part.audit else []
-                if faults:
-                    raise AuditError("; ".join(faults))
+            faults = [line for part in self.parts if part.audit for line in part.audit.faults]
+            if faults:
+                raise AuditError("; ".join(faults))
 
     def skipped_updates(self) -> dict[str, int]:
         """Updates skipped since the last call, by matrix, if this rank holds rows of it.

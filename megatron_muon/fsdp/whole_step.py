@@ -2,16 +2,16 @@
 
 Directions in which momentum has nothing but rounding are orthogonalized too, and there two correct
 runs differ. So differences of updates are weighted by the momentum (by the gradient, for other
-methods), and their bound grows with the effect of rounding the inputs.
+methods).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
@@ -27,7 +27,7 @@ from megatron_muon.core.rows import MOMENTUM
 from megatron_muon.core.rules import RULES
 from megatron_muon.core.rules.cautious import aligned
 from megatron_muon.core.rules.rule import Rule
-from megatron_muon.core.rules.second_moments import MOMENT2, NorMuon
+from megatron_muon.core.rules.second_moments import NorMuon
 from megatron_muon.core.slices import Team
 
 type Tensors = dict[str, Tensor]
@@ -39,6 +39,13 @@ _VANISHED = 2.0**-100
 
 _DIRECTIONS = 32
 """Random combinations of directions in which differences are measured."""
+
+
+class Finding(NamedTuple):
+    """The result of one comparison, in words."""
+
+    text: str
+    is_fault: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,13 +118,13 @@ class WholeStep:
         self._decay = "l2" if decay == COUPLED else "decoupled"
         self._weight_eps = weight_eps
         self._momentum_bound = 0.02 if rounds else 1e-6
-        # of inputs, and the least bound of updates
-        self._rounding, self._bound = 2.0**-22, 1e-3
+        self._most = 1.0 / LEAST_FACTOR if isinstance(method, OwnerMethod) else math.inf
         iteration = getattr(method, "iteration", None)
+        self._bound = 1e-3
         if half or method.dtype is torch.bfloat16:
-            self._rounding, self._bound = 2.0**-8, 0.15
+            self._bound = 0.15
         elif iteration is not None and iteration.precision == "high":
-            self._rounding, self._bound = 2.0**-10, 0.05
+            self._bound = 0.05
         self._rules = {name: rule for rule in rules for name in RULES if type(rule) is RULES[name]}
         self.moment2 = "adamuon" in self._rules or "normuon" in self._rules
 
@@ -129,39 +136,32 @@ class WholeStep:
             return rows, cols
         return (1, cols) if rule.is_by_columns(index) else (rows, 1)
 
-    def compare(
-        self, subject: Subject, before: Tensors, after: Tensors
-    ) -> tuple[list[str], list[str]]:
-        """Findings and faults of a step, from whole fp32 tensors `(rows, cols)` by slot."""
-        before = {slot: tensor.to(subject.device) for slot, tensor in before.items()}
-        after = {slot: tensor.to(subject.device) for slot, tensor in after.items()}
-        largest = before[GRADIENT].abs().max()
-        most = 1.0 / LEAST_FACTOR if isinstance(self._method, OwnerMethod) else math.inf
-        if not largest < most:  # NaN is not
-            is_still = all(torch.equal(before[slot], after[slot]) for slot in after)
-            faults = [] if is_still else ["it moved, but its gradient is not finite"]
-            return ["left out, as its gradient is missing or not finite"], faults
-        expected = self._step(subject, before)
-        if not expected[WEIGHT].isfinite().all():
-            return ["not checked, as its update is not finite"], []
-        found, faults = self._compare_updates(subject, before, after, expected)
+    def compare(self, subject: Subject, before: Tensors, after: Tensors) -> list[Finding]:
+        """Compare a step, from whole fp32 tensors `(rows, cols)` by slot, on the host."""
+        largest = float(torch.linalg.vector_norm(before[GRADIENT], math.inf))
+        # of NaN too
+        expected = self._step(subject, before) if largest < self._most else None
+        if expected is None or not expected[WEIGHT].isfinite().all():
+            if all(torch.equal(before[slot], after[slot]) for slot in after):
+                return [Finding("left out, as its gradient is missing or not finite")]
+            return [Finding("it moved, but its gradient is missing or not finite", True)]
+        found = []
         if MOMENTUM in after:
-            text, fault = self._compare_momentum(subject, after[MOMENTUM], expected[MOMENTUM])
-            found.append(text)
-            faults += fault
+            found.append(self._compare_momentum(subject, after[MOMENTUM], expected.pop(MOMENTUM)))
+        found += self._compare_updates(subject, before, after[WEIGHT], expected[WEIGHT])
         if largest < _VANISHED:
-            found.append("gradient zero")
             # experts may have no tokens, and layers above may begin at zero
-            if subject.step > 1 and "expert" not in subject.matrix.name:
-                faults.append("its gradient is zero; was it clipped to nothing?")
-        return found, faults
+            is_usual = subject.step == 1 or "expert" in subject.matrix.name
+            found.append(Finding("its gradient is zero; was it clipped to nothing?", not is_usual))
+        return found
 
     def _step(self, subject: Subject, tensors: Tensors) -> Tensors:
         """Weight and momentum after a step."""
+        own = {slot: tensors[slot].to(subject.device, copy=True) for slot in tensors}
         if isinstance(self._method, OwnerMethod):
-            return {WEIGHT: self._descend(subject, tensors)}
-        p = torch.nn.Parameter(tensors[WEIGHT].clone(), requires_grad=False)
-        p.grad = tensors[GRADIENT].clone()
+            return {WEIGHT: self._descend(subject, own)}
+        p = torch.nn.Parameter(own.pop(WEIGHT), requires_grad=False)
+        p.grad = own.pop(GRADIENT)
         p.row_blocks = subject.blocks  # type: ignore[attr-defined]
         method = self._method
         assert isinstance(method, NewtonSchulz)
@@ -187,15 +187,14 @@ class WholeStep:
             factor = unit_factor(largest_magnitude(block))
             eps = max(method.eps * float(factor), _VANISHED)
             update: Tensor = muon_utils.newton_schulz(
-                block * factor, len(steps), "custom", steps, eps
+                block.mul_(factor), len(steps), "custom", steps, eps
             )
-            return update * method.scale((len(block), block.shape[1]))
+            return update.mul_(method.scale((len(block), block.shape[1])))
 
         optimizer.scaled_orthogonalize_fn = orthogonalize
-        slots = {slot: tensors[slot].clone() for slot in (MOMENTUM, MOMENT2) if slot in tensors}
-        optimizer.state[p] = slots
+        optimizer.state[p] = own
         optimizer.step()
-        return {WEIGHT: p.detach(), MOMENTUM: slots[MOMENTUM]}
+        return {WEIGHT: p.detach(), MOMENTUM: own[MOMENTUM]}
 
     def _descend(self, subject: Subject, tensors: Tensors) -> Tensor:
         """The weight after a step of a class on each block."""
@@ -211,7 +210,7 @@ class WholeStep:
             for slot, shape in method.state_shapes(kind).items():
                 state[slot] = values[slot].clone().view(1, *shape)
             parameter = torch.zeros_like(weight[rows])
-            parameter.grad = tensors[GRADIENT][rows].clone()
+            parameter.grad = tensors[GRADIENT][rows]
             optimizer = method.candidate.optimizer([parameter])
             if state[UPDATES]:
                 optimizer.state[parameter] = method.read_state(kind, state, 0)
@@ -224,53 +223,44 @@ class WholeStep:
         moved = update + subject.number("weight_decay") * decayed
         return weight - subject.number("lr") * moved
 
-    def _compare_momentum(
-        self, subject: Subject, found: Tensor, expected: Tensor
-    ) -> tuple[str, list[str]]:
-        difference = (found - expected).abs() / expected.abs().max().clamp_min(_VANISHED)
+    def _compare_momentum(self, subject: Subject, found: Tensor, expected: Tensor) -> Finding:
+        difference = (found.to(subject.device) - expected).abs()
+        difference /= expected.abs().max().clamp_min(_VANISHED)
         share = float(difference.max())
         bound = self._momentum_bound
-        if not share <= bound:
-            where = subject.where((difference > bound).any(dim=1))
-            return "", [f"momentum differs by {share:.2g} (bound {bound:g}){where}"]
-        return "momentum exact" if share == 0.0 else f"momentum within {share:.1g}", []
+        if share <= bound:
+            return Finding("momentum exact" if share == 0.0 else f"momentum within {share:.1g}")
+        # of NaN too
+        where = subject.where(~(difference <= bound).all(dim=1))
+        return Finding(f"momentum differs by {share:.2g} (bound {bound:g}){where}", True)
 
     def _compare_updates(
-        self, subject: Subject, before: Tensors, after: Tensors, expected: Tensors
-    ) -> tuple[list[str], list[str]]:
-        weight = before[WEIGHT]
-        difference = after[WEIGHT] - expected[WEIGHT]
+        self, subject: Subject, before: Tensors, after: Tensor, expected: Tensor
+    ) -> list[Finding]:
+        weight = before[WEIGHT].to(subject.device)
+        difference = after.to(subject.device) - expected
+        found = self._compare_decay(subject, weight, difference)
         generator = torch.Generator(weight.device).manual_seed(subject.index)
 
         def noise(*shape: int) -> Tensor:
-            return torch.randn(
-                shape,
-                generator=generator,
-                dtype=torch.float32,
-                device=weight.device,
-            )
+            return torch.randn(shape, generator=generator, device=weight.device)
 
-        rounded = dict(before)
-        for slot in (GRADIENT, MOMENTUM):
-            if slot in before:
-                rounded[slot] = before[slot] * (1.0 + self._rounding * noise(*weight.shape))
-        faults = self._check_decay(subject, weight, difference)
-        measure = _Weighted(subject, self._looks_ahead(subject, before), noise)
-        moved = measure(expected[WEIGHT] - weight)
+        measure = _measure(subject, self._looks_ahead(subject, before), noise)
+        moved = measure(expected - weight)
         errors = measure(difference)
-        last_bits = 4.0 * measure.of_noise(self._weight_eps * weight)
-        spread = measure(self._step(subject, rounded)[WEIGHT] - expected[WEIGHT])
+        last_bits = 4.0 * measure(self._weight_eps * weight * noise(*weight.shape))
         size = float(moved.norm().clamp_min(_VANISHED))
         share = float(errors.norm()) / size
-        bound = max(self._bound, 4.0 * float(spread.norm()) / size)
+        bound = self._bound
         usual = moved.clamp_min(size / math.sqrt(len(moved)))
         wrong = ~(errors <= 3.0 * bound * usual + last_bits)
-        if wrong.any() or not share * size <= bound * size + last_bits.norm():
-            sizes = f"{100.0 * share:.2g} % (bound {100.0 * bound:.2g} %)"
-            return [], [*faults, f"update differs by {sizes}{subject.where(wrong)}"]
-        return [f"update within {100.0 * share:.1g} % (bound {100.0 * bound:.1g} %)"], faults
+        is_wrong = not share * size <= bound * size + last_bits.norm()
+        if is_wrong or wrong.any():
+            sizes = f"{100.0 * share:.2g} % (bound {100.0 * bound:g} %)"
+            return [*found, Finding(f"update differs by {sizes}{subject.where(wrong)}", True)]
+        return [*found, Finding(f"update within {100.0 * share:.1g} % (bound {100.0 * bound:g} %)")]
 
-    def _check_decay(self, subject: Subject, weight: Tensor, difference: Tensor) -> list[str]:
+    def _compare_decay(self, subject: Subject, weight: Tensor, difference: Tensor) -> list[Finding]:
         """Compare decay by the part of a difference that is proportional to weights.
 
         Takes that part away where decay is wrong.
@@ -285,38 +275,31 @@ class WholeStep:
         if abs(share) <= 0.2 * lr * decay + 4.0 * noise:
             return []
         difference.copy_(rest)
-        return [f"weights decay by {decay - share / lr:.3g} instead of {decay:g}"]
+        return [Finding(f"weights decay by {decay - share / lr:.3g} instead of {decay:g}", True)]
 
     def _looks_ahead(self, subject: Subject, tensors: Tensors) -> Tensor:
         """The input of the method; decay in the gradient is left out."""
-        gradient = tensors[GRADIENT]
+        gradient = tensors[GRADIENT].to(subject.device)
         if MOMENTUM not in tensors:
             return gradient
         share = subject.number("momentum")
-        momentum = tensors[MOMENTUM].lerp(gradient, 1.0 - share)
+        momentum = tensors[MOMENTUM].to(subject.device).lerp(gradient, 1.0 - share)
         return gradient.lerp(momentum, share) if self._nesterov else momentum
 
 
-class _Weighted:
-    """Sizes of the rows of a difference of updates, weighted by momentum."""
+def _measure(
+    subject: Subject, momentum: Tensor, noise: Callable[..., Tensor]
+) -> Callable[[Tensor], Tensor]:
+    """Gives the size of each row of a difference of updates, weighted by momentum."""
+    momentum = momentum / momentum.abs().max().clamp_min(_VANISHED)
+    blocks = []
+    for rows in subject.blocks:
+        blocks.append((rows, momentum[rows].mT @ noise(len(rows), _DIRECTIONS)))
 
-    def __init__(self, subject: Subject, momentum: Tensor, noise: Any) -> None:
-        momentum = momentum / momentum.abs().max().clamp_min(_VANISHED)
-        self._blocks = []
-        for rows in subject.blocks:
-            directions = momentum[rows].mT @ noise(len(rows), _DIRECTIONS)
-            self._blocks.append((rows, directions))
-
-    def __call__(self, difference: Tensor) -> Tensor:
+    def measure(difference: Tensor) -> Tensor:
         sizes = difference.new_empty(len(difference))
-        for rows, directions in self._blocks:
+        for rows, directions in blocks:
             sizes[rows] = torch.linalg.vector_norm(difference[rows] @ directions, dim=1)
         return sizes
 
-    def of_noise(self, deviation: Tensor) -> Tensor:
-        """The same of independent elements with this standard deviation."""
-        sizes = deviation.new_empty(len(deviation))
-        for rows, directions in self._blocks:
-            squares = directions.square().sum(dim=1)
-            sizes[rows] = (deviation[rows].square() @ squares).sqrt()
-        return sizes
+    return measure

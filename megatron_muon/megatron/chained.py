@@ -6,6 +6,7 @@ megatron-core's ChainedOptimizer does norm, clipping of gradients and zero count
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -181,9 +182,9 @@ class MuonChainedOptimizer(ChainedOptimizer):
     def _look_for_faults(self) -> None:
         """Gather the faults that audits of this step have found. Collective then."""
         if any(audit.is_audited for audit in self._audits):
-            mine = [audit.line for audit in self._audits if audit.faults]
-            for lines in of_all_ranks_if_any(mine):
-                self.audit_faults += lines
+            mine = [line for audit in self._audits for line in audit.faults]
+            found = itertools.chain(*of_all_ranks_if_any(mine))
+            self.audit_faults = list(dict.fromkeys(found))
 
     def state_dict(self) -> Any:
         """Refused: megatron-core's has no momentum. `sharded_state_dict` has everything."""

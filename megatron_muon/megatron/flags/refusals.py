@@ -48,6 +48,7 @@ OF_OFFLOAD = (
     "muon_offload_buffer_mb",
     "muon_ns_device",
 )
+OF_AUDITS = ("muon_audit_interval", "muon_audit_action")
 OF_EXCHANGE = (
     "matrix_optimizer_args",
     "muon_exchange",
@@ -56,6 +57,7 @@ OF_EXCHANGE = (
     "muon_free_buffers",
     "muon_offload",
     "muon_cautious_weight_decay",
+    *OF_AUDITS,
 )
 OF_MUON = (
     "muon_team_size",
@@ -72,6 +74,7 @@ OF_OWN_EXCHANGE = (
     "muon_ns_steps_for",
     "muon_offload",
     *OF_OFFLOAD,
+    *OF_AUDITS,
     "muon_momentum_dtype",
 )
 
