@@ -8,7 +8,7 @@ methods).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -119,11 +119,10 @@ class WholeStep:
         self._weight_eps = weight_eps
         self._momentum_bound = 0.02 if rounds else 1e-6
         self._most = 1.0 / LEAST_FACTOR if isinstance(method, OwnerMethod) else math.inf
-        iteration = getattr(method, "iteration", None)
         self._bound = 1e-3
         if half or method.dtype is torch.bfloat16:
             self._bound = 0.15
-        elif iteration is not None and iteration.precision == "high":
+        elif isinstance(method, NewtonSchulz) and method.iteration.precision == "high":
             self._bound = 0.05
         self._rules = {name: rule for rule in rules for name in RULES if type(rule) is RULES[name]}
         self.moment2 = "adamuon" in self._rules or "normuon" in self._rules
@@ -240,15 +239,10 @@ class WholeStep:
         weight = before[WEIGHT].to(subject.device)
         difference = after.to(subject.device) - expected
         found = self._compare_decay(subject, weight, difference)
-        generator = torch.Generator(weight.device).manual_seed(subject.index)
-
-        def noise(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, device=weight.device)
-
-        measure = _measure(subject, self._looks_ahead(subject, before), noise)
+        measure = _Weighted(subject, self._looks_ahead(subject, before))
         moved = measure(expected - weight)
         errors = measure(difference)
-        last_bits = 4.0 * measure(self._weight_eps * weight * noise(*weight.shape))
+        last_bits = 4.0 * measure.of_noise(self._weight_eps * weight)
         size = float(moved.norm().clamp_min(_VANISHED))
         share = float(errors.norm()) / size
         bound = self._bound
@@ -287,19 +281,27 @@ class WholeStep:
         return gradient.lerp(momentum, share) if self._nesterov else momentum
 
 
-def _measure(
-    subject: Subject, momentum: Tensor, noise: Callable[..., Tensor]
-) -> Callable[[Tensor], Tensor]:
-    """Gives the size of each row of a difference of updates, weighted by momentum."""
-    momentum = momentum / momentum.abs().max().clamp_min(_VANISHED)
-    blocks = []
-    for rows in subject.blocks:
-        blocks.append((rows, momentum[rows].mT @ noise(len(rows), _DIRECTIONS)))
+class _Weighted:
+    """Sizes of the rows of a difference of updates, weighted by momentum."""
 
-    def measure(difference: Tensor) -> Tensor:
+    def __init__(self, subject: Subject, momentum: Tensor) -> None:
+        momentum = momentum / momentum.abs().max().clamp_min(_VANISHED)
+        generator = torch.Generator(momentum.device).manual_seed(subject.index)
+        self._blocks = []
+        for rows in subject.blocks:
+            noise = momentum.new_empty(len(rows), _DIRECTIONS).normal_(generator=generator)
+            self._blocks.append((rows, momentum[rows].mT @ noise))
+
+    def __call__(self, difference: Tensor) -> Tensor:
         sizes = difference.new_empty(len(difference))
-        for rows, directions in blocks:
+        for rows, directions in self._blocks:
             sizes[rows] = torch.linalg.vector_norm(difference[rows] @ directions, dim=1)
         return sizes
 
-    return measure
+    def of_noise(self, deviation: Tensor) -> Tensor:
+        """The same of independent elements with this standard deviation."""
+        sizes = deviation.new_empty(len(deviation))
+        for rows, directions in self._blocks:
+            squares = directions.square().sum(dim=1)
+            sizes[rows] = (deviation[rows].square() @ squares).sqrt()
+        return sizes

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.memory import peak_extra_bytes
 from megatron_muon.core.cost import Iteration
 from megatron_muon.core.layout import Matrix, RowSplit, Shard, Shards
 from megatron_muon.core.methods.newton_schulz import NewtonSchulz
@@ -106,3 +107,14 @@ def test_what_differs_is_said(change: Any, text: str) -> None:
     change(before, after)
     _, faults = split_findings("highest", subject, before, after)
     assert any(fault.startswith(text) for fault in faults), faults
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(128, 128), (64, 512), (512, 64)])
+def test_a_comparison_holds_ten_copies_of_the_matrix(rows: int, cols: int) -> None:
+    """On its device; those that it is given are on the host."""
+    subject = subject_of(rows, cols)
+    before = tensors_of(subject, rows)
+    judge = judge_of("highest")
+    after = judge._step(subject, before)
+    held = peak_extra_bytes(lambda: judge.compare(subject, before, after), torch.device("cpu"))
+    assert held < 11.0 * 4.0 * rows * cols

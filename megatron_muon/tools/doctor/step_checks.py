@@ -254,10 +254,10 @@ ROUNDED = {"int8 momentum": 0.1, "bf16 iteration": 0.1}
 def steps(context: Context) -> None:
     """Ten steps of each exchange, variant and offload, compared with a CPU's on whole matrices.
 
-    Each step is audited too (`fsdp.audit`). The figure is the largest error of a weight over the distance that it has moved: less than 1e-4,
-    int8 momentum and the iteration in bf16 0.1. Further rounds, in which streams sleep at random
-    and freed memory is overwritten with NaN, must have the same bits. One process simulates four
-    ranks.
+    Each step is audited too (`fsdp.audit`). The figure is the largest error of a weight over the
+    distance that it has moved: less than 1e-4, int8 momentum and the iteration in bf16 0.1.
+    Further rounds, in which streams sleep at random and freed memory is overwritten with NaN, must
+    have the same bits. One process simulates four ranks.
     """
     for name, settings in VARIANTS.items():
         if "cuda_graph" in settings and not context.on_gpu:
