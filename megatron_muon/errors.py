@@ -7,6 +7,7 @@ import enum
 import logging
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -57,13 +58,7 @@ class SettingError(UserError):
         remedy: what to do, as an imperative.
     """
 
-    def __init__(
-        self,
-        setting: str,
-        value: Any,
-        reason: str,
-        remedy: str,
-    ) -> None:
+    def __init__(self, setting: str, value: Any, reason: str, remedy: str) -> None:
         super().__init__(setting, value, reason, remedy)  # what pickle makes it from
         self.setting = setting
         self.value = value
@@ -73,33 +68,18 @@ class SettingError(UserError):
     def worded(self, name_of: Callable[[str], str]) -> str:
         """The message, with each setting as `name_of` calls it."""
         setting, _, place = self.setting.partition(" ")
-        value = self.value
-        if value is True:
-            value = ""
-        elif isinstance(value, float):
+        value = "" if self.value is True else self.value
+        if isinstance(value, float):
             value = f"{value:g}"
-        names = _Names(name_of)
-        reason = self.reason.format_map(names)
-        remedy = self.remedy.format_map(names)
-        parts = filter(
-            None,
-            (name_of(setting), place, str(value), reason),
-        )
-        return f"{' '.join(parts)}; {remedy}"
+
+        def named(text: str) -> str:
+            return re.sub(r"\{(\w+)\}", lambda braces: name_of(braces[1]), text)
+
+        parts = name_of(setting), place, str(value), named(self.reason)
+        return f"{' '.join(filter(None, parts))}; {named(self.remedy)}"
 
     def __str__(self) -> str:
         return self.worded(str)
-
-
-class _Names(dict[str, str]):
-    """Answers every setting with its name."""
-
-    def __init__(self, name_of: Callable[[str], str]) -> None:
-        super().__init__()
-        self._name_of = name_of
-
-    def __missing__(self, setting: str) -> str:
-        return self._name_of(setting)
 
 
 @contextlib.contextmanager

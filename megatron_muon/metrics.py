@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, override
@@ -85,30 +85,30 @@ class StepMetrics:
     values: dict[str, float]
 
 
+@dataclass
 class Sampler:
     """Measures the Muons of a step, which call their `probe`, every `interval` steps; with 0 never.
 
     A Muon with an attribute `copies` has the same matrices on so many ranks; they count once.
     """
 
-    def __init__(self, muons: Sequence[Any], *, interval: int, group: Any = None) -> None:
-        self._muons = muons
-        self._group = group  # of the ranks that have them; None is all
-        self.interval = interval
-        self.steps = 0
-        self.skipped_steps = 0
-        self.latest: StepMetrics | None = None
+    muons: Sequence[Any]
+    interval: int
+    group: Any = None  # of the ranks that have them; None is all
+    steps: int = 0
+    skipped_steps: int = 0
+    latest: StepMetrics | None = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Wrap the step of all optimizers. Collective in measured steps, the same on all ranks."""
         self.steps += 1
-        if not self._muons or self.interval <= 0 or self.steps % self.interval:
+        if not self.muons or self.interval <= 0 or self.steps % self.interval:
             yield
             return
-        device = self._muons[0].device
+        device = self.muons[0].device
         probes = dict[int, _StepProbe]()
-        for muon in self._muons:
+        for muon in self.muons:
             copies = getattr(muon, "copies", 1)
             muon.probe = probes.setdefault(copies, _StepProbe(device, copies))
         synchronize(device)
@@ -117,10 +117,14 @@ class Sampler:
             yield
             synchronize(device)
         finally:
-            for muon in self._muons:
+            for muon in self.muons:
                 muon.probe = SILENT
-        values = _reduced(list(probes.values()), time.perf_counter() - start, self._group)
+        values = _reduced(list(probes.values()), time.perf_counter() - start, self.group)
         self.latest = StepMetrics(self.steps, values | {"skipped_steps": float(self.skipped_steps)})
+
+
+_SUMS = ("update", "momentum", "elements", "error", "blocks")
+"""Squares of updates and of momentum, elements of updates, errors and number of measured blocks."""
 
 
 class _StepProbe(PhaseTimer):
@@ -129,30 +133,36 @@ class _StepProbe(PhaseTimer):
     def __init__(self, device: torch.device, copies: int) -> None:
         super().__init__(device)
         self._copies = copies
-        self._zero = torch.zeros((), dtype=torch.float64, device=device)
-        self._update = self._zero.clone()
-        self._momentum = self._zero.clone()
-        self._error = self._zero.clone()
-        self._measured = self._zero.clone()
-        self._elements = 0.0
+        self.sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in _SUMS}
         self._blocks = Counter[tuple[int, ...]]()  # by team: its ranks count those alike
+
+    def _add(self, name: str, value: torch.Tensor) -> None:
+        self.sums[name] += value.to(self._device)
+
+    def _add_squares(
+        self, name: str, rows: Sequence[torch.Tensor], shares: Sequence[float]
+    ) -> None:
+        if rows:
+            # squares of 1e20, 1e-30
+            norms = torch._foreach_norm([row.float() for row in rows], dtype=torch.float64)
+            squares = torch.stack(list(norms)).square()
+            self._add(name, squares @ squares.new_tensor(shares))
 
     @override
     def momentum(
         self, indices: Sequence[int], rows: Sequence[torch.Tensor], replicas: Callable[[int], int]
     ) -> None:
-        for count, alike in _by_count(indices, rows, replicas):
-            self._momentum += _squares(alike).to(self._zero.device) / count
+        shares = [1.0 / (self._copies * replicas(index)) for index in indices]
+        self._add_squares("momentum", rows, shares)
 
     @override
     def updates(
         self, indices: Sequence[int], rows: Sequence[torch.Tensor], replicas: Callable[[int], int]
     ) -> None:
-        for count, alike in _by_count(indices, rows, replicas):
-            self._update += (
-                _squares([row.nan_to_num() for row in alike]).to(self._zero.device) / count
-            )
-            self._elements += sum(update.numel() for update in alike) / count
+        shares = [1.0 / (self._copies * replicas(index)) for index in indices]
+        self._add_squares("update", [row.nan_to_num() for row in rows], shares)
+        numels = [row.numel() for row in rows]
+        self.sums["elements"] += math.sumprod(shares, numels)
 
     @override
     def blocks(self, stack: torch.Tensor, scale: float, team: TeamGroup | None = None) -> None:
@@ -164,25 +174,17 @@ class _StepProbe(PhaseTimer):
                 team.total(gram, gram)
             gram.diagonal().sub_(1.0)
             error = torch.linalg.vector_norm(gram) / math.sqrt(len(block))
-            error = error.to(self._zero.device)
             share = 1.0 / max(len(ranks), 1)
             # one without a gradient is not
-            self._error += torch.where(error.isfinite(), share * error, 0.0)
-            self._measured += share * error.isfinite()
+            self._add("error", torch.where(error.isfinite(), share * error, 0.0))
+            self._add("blocks", share * error.isfinite())
             self._blocks[ranks] += 1
 
     def figures(self) -> torch.Tensor:
         """This rank's terms of the sums over all ranks, fp64."""
         seconds = [sum(self.seconds[phase] for phase in phases) for phases in _OF_PHASES.values()]
-        held = (
-            torch.stack([self._update, self._momentum, self._zero + self._elements]) / self._copies
-        )
-        others = [
-            self._error,
-            self._measured,
-            *(self._zero + each for each in (*seconds, self.bytes_received)),
-        ]
-        return torch.cat([held, torch.stack(others)])
+        sums = torch.stack(list(self.sums.values()))
+        return torch.cat([sums, sums.new_tensor([*seconds, self.bytes_received])])
 
 
 def _reduced(probes: Sequence[_StepProbe], elapsed: float, group: Any) -> dict[str, float]:
@@ -201,18 +203,3 @@ def _reduced(probes: Sequence[_StepProbe], elapsed: float, group: Any) -> dict[s
         values["orthogonality_error"] = error / blocks
     values |= {name: 1e3 * mean for name, mean in zip(_OF_PHASES, phases, strict=True)}
     return {**values, "step_ms": 1e3 * elapsed, "exchanged_mb": received / 1e6}
-
-
-def _by_count(
-    indices: Sequence[int], rows: Sequence[torch.Tensor], replicas: Callable[[int], int]
-) -> Iterable[tuple[int, list[torch.Tensor]]]:
-    found = defaultdict[int, list[torch.Tensor]](list)
-    for index, values in zip(indices, rows, strict=True):
-        found[replicas(index)].append(values)
-    return found.items()
-
-
-def _squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    # squares of 1e20, 1e-30
-    norms = torch._foreach_norm([tensor.float() for tensor in tensors], dtype=torch.float64)
-    return torch.stack(list(norms)).square().sum()

@@ -16,42 +16,22 @@ class Patches(ExitStack):
     longer accepts the parameters `takes`.
     """
 
-    def replace(
-        self,
-        owner: Any,
-        name: str,
-        value: Any,
-        *,
-        takes: Sequence[str] = (),
-    ) -> None:
+    def replace(self, owner: Any, name: str, value: Any, *, takes: Sequence[str] = ()) -> None:
         """Set `owner.name` to `value`."""
         _checked(owner, name, takes)
         self.enter_context(mock.patch.object(owner, name, value))
 
-    def wrap(
-        self,
-        owner: Any,
-        name: str,
-        around: Callable[[Callable[..., Any]], Callable[..., Any]],
-        *,
-        takes: Sequence[str] = (),
-    ) -> None:
-        """Replace a callable by `around(original)`, keeping name and docstring."""
-        original = _checked(owner, name, takes)
-        self.replace(owner, name, wraps(original)(around(original)))
-
     def around(
         self, owner: Any, name: str, *, takes: Sequence[str] = ()
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorate a function to call in place of `owner.name`; it gets the original first."""
+        """Decorate a function to call in place of `owner.name`; it gets the original first.
+
+        Name and docstring remain those of the original.
+        """
 
         def install(instead: Callable[..., Any]) -> Callable[..., Any]:
-            self.wrap(
-                owner,
-                name,
-                lambda original: lambda *a, **kw: instead(original, *a, **kw),
-                takes=takes,
-            )
+            original = _checked(owner, name, takes)
+            self.replace(owner, name, wraps(original)(lambda *a, **kw: instead(original, *a, **kw)))
             return instead
 
         return install
@@ -66,18 +46,17 @@ def _checked(owner: Any, name: str, takes: Sequence[str]) -> Any:
     if not hasattr(owner, name):
         raise RuntimeError(f"cannot patch {where}: there is no such attribute in {versions()}")
     original = getattr(owner, name)
-    found = list(inspect.signature(original).parameters) if takes else []
-    lost = [parameter for parameter in takes if parameter not in found]
-    if lost:
-        raise RuntimeError(
-            f"cannot patch {where}: it accepts {', '.join(found)}, without {', '.join(lost)}, in"
-            f" {versions()}"
-        )
+    if takes:
+        found = inspect.signature(original).parameters
+        if lost := [parameter for parameter in takes if parameter not in found]:
+            raise RuntimeError(
+                f"cannot patch {where}: it accepts {', '.join(found)}, without {', '.join(lost)},"
+                f" in {versions()}"
+            )
     return original
 
 
 def versions() -> str:
     """The installed megatron-core and torch, for messages."""
-    return " with ".join(
-        f"{package} {metadata.version(package)}" for package in ("megatron-core", "torch")
-    )
+    core, torch = map(metadata.version, ("megatron-core", "torch"))
+    return f"megatron-core {core} with torch {torch}"

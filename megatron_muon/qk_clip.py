@@ -172,42 +172,24 @@ def watch_attention() -> None:
         return
 
     @functools.wraps(attend)
-    def watched(
-        module: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        mask: Any,
-        **given: Any,
-    ) -> Any:
+    def watched(module: Any, query: Any, key: Any, value: Any, mask: Any, **given: Any) -> Any:
         kept = getattr(module, "largest_attention_logits", None)
         if kept is not None and module.training and torch.is_grad_enabled():
-            _record(kept, module, query.detach(), key.detach(), mask, given)
+            if given.get("position_bias") is not None:
+                raise UserError("QKClip does not support position biases; leave QKClip out")
+            causal = given.get("is_causal")
+            if causal is None:
+                causal = getattr(module, "is_causal", True)
+            causal = causal and mask is None and query.shape[2] > 1  # as SDPA is called
+            scaling = given.get("scaling") or query.shape[-1] ** -0.5
+            largest = largest_logits(query.detach(), key.detach(), mask, scaling, causal=causal)
+            if len(largest) != len(kept):
+                raise UserError("QKClip does not support tensor parallelism; leave QKClip out")
+            torch.maximum(kept, largest, out=kept)
         return attend(module, query, key, value, mask, **given)
 
     watched.keeps_largest_logits = True  # type: ignore[attr-defined]
     ALL_ATTENTION_FUNCTIONS.register("sdpa", watched)
-
-
-def _record(
-    kept: torch.Tensor,
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: Any,
-    given: Any,
-) -> None:
-    if given.get("position_bias") is not None:
-        raise UserError("QKClip does not support position biases; leave QKClip out")
-    causal = given.get("is_causal")
-    if causal is None:
-        causal = getattr(module, "is_causal", True)
-    causal = causal and mask is None and query.shape[2] > 1  # as SDPA is called
-    scaling = given.get("scaling") or query.shape[-1] ** -0.5
-    largest = largest_logits(query, key, mask, scaling, causal=causal)
-    if len(largest) != len(kept):
-        raise UserError("QKClip does not support tensor parallelism; leave QKClip out")
-    torch.maximum(kept, largest, out=kept)
 
 
 class QKClip:
@@ -265,7 +247,13 @@ class QKClip:
             for name, sections in layer.projections.items():
                 factors = self._scaling.factors_of(number, sections)
                 self._add(f"{layer.name}.{name}", layer.module.get_submodule(name), factors)
-        self._reduced_over = _groups_of(weight, process_group)
+        self._reduced_over: Sequence[dist.ProcessGroup | None] = []
+        if process_group is not None:
+            self._reduced_over = [process_group]
+        elif isinstance(weight, DTensor):
+            self._reduced_over = weight.device_mesh.get_all_groups()
+        elif dist.is_initialized():
+            self._reduced_over = [None]
         self._interval = interval
         self._steps = 0
         watch_attention()
@@ -286,7 +274,12 @@ class QKClip:
                     f"QKClip would scale {path}.{kind}, which is frozen; train it, or leave"
                     " QKClip out"
                 )
-            here = factors[_rows_here(parameter)]
+            here = factors
+            if isinstance(parameter, DTensor):
+                (rows, *_), (first, *_) = compute_local_shape_and_global_offset(
+                    parameter.shape, parameter.device_mesh, parameter.placements
+                )
+                here = factors[first : first + rows]
             self._scaling.add(parameter, here)
             self._parameters.append((linear, kind, parameter))
 
@@ -355,8 +348,8 @@ def _attentions(model: nn.Module) -> Iterator[_Attention]:
                 " of Megatron"
             )
         kind = type(module).__name__.removeprefix("FSDP")
-        inner = [type(each).__name__ for each in module.modules() if each is not module]
-        if not kind.endswith("Attention") or any(each.endswith("Attention") for each in inner):
+        are_attention = [type(each).__name__.endswith("Attention") for each in module.modules()]
+        if not are_attention[0] or any(are_attention[1:]):  # the first is the module itself
             continue
         config: Any = getattr(module, "config", None)
         projections = {} if config is None else _projections(module, kind)
@@ -403,24 +396,3 @@ def _projections(module: Any, kind: str) -> dict[str, Sequence[Parts]]:
     if hasattr(module, "q_proj") and hasattr(module, "k_proj"):
         return {"q_proj": [query], "k_proj": [key]}
     return {}
-
-
-def _rows_here(parameter: torch.Tensor) -> slice:
-    """The rows of a parameter that this rank holds."""
-    if not isinstance(parameter, DTensor):
-        return slice(None)
-    sizes, offsets = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    return slice(offsets[0], offsets[0] + sizes[0])
-
-
-def _groups_of(
-    weight: torch.Tensor, group: dist.ProcessGroup | None
-) -> Sequence[dist.ProcessGroup | None]:
-    """The groups over which maxima are taken, one after the other."""
-    if group is not None:
-        return [group]
-    if isinstance(weight, DTensor):
-        return weight.device_mesh.get_all_groups()
-    return [None] if dist.is_initialized() else []

@@ -26,14 +26,11 @@ class Range(NamedTuple):
         return low and high and not (self.whole and value != int(value))
 
     def __str__(self) -> str:
-        kind = "a whole number, " if self.whole else ""
-        low = f"{kind}{'more than' if self.above else 'at least'} {self.low:g}"
-        high = (
-            f" and {'at most' if self.closed else 'less than'} {self.high:g}"
-            if self.high < math.inf
-            else ""
-        )
-        return low + high + (f" ({self.hint})" if self.hint else "")
+        text = "a whole number, " if self.whole else ""
+        text += f"{'more than' if self.above else 'at least'} {self.low:g}"
+        if self.high < math.inf:
+            text += f" and {'at most' if self.closed else 'less than'} {self.high:g}"
+        return f"{text} ({self.hint})" if self.hint else text
 
 
 _COUNT = Range(low=1, whole=True)
@@ -80,7 +77,12 @@ def check_number(name: str, value: Any, *, setting: str = "") -> None:
     value = number_of(value)
     if isinstance(value, bool) or not isinstance(value, Real):
         raise SettingError(setting, repr(value), "is not a number", remedy)
-    number = _finite(setting, value, remedy)
+    try:
+        number = float(value)
+    except OverflowError:  # more than 308 digits
+        number = math.inf
+    if not math.isfinite(number):
+        raise SettingError(setting, number, "is not finite", remedy)
     if not RANGES[name].holds(number):
         raise SettingError(setting, number, "is out of range", remedy)
 
@@ -100,17 +102,6 @@ def check_numbers(values: Any) -> None:
             reason = f"is above {{{high}}} {given[high]:g}"
             remedy = f"choose {{{lowest}}} of at most {given[high]:g}"
             raise SettingError(low, float(given[low]), reason, remedy)
-
-
-def _finite(setting: str, value: Any, remedy: str) -> float:
-    """The value as a float, which holds no number of more than 308 digits."""
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise SettingError(setting, number, "is not finite", remedy)
-    return number
 
 
 def is_number(text: str) -> bool:

@@ -5,8 +5,6 @@ A wheel holds copies of them (`setup.py: BuildPy`), a checkout has them at its r
 
 from pathlib import Path
 
-from megatron_muon.errors import UserError
-
 _PACKAGE = Path(__file__).resolve().parent
 _COPIES = _PACKAGE / "shipped"
 
@@ -22,14 +20,6 @@ def find(file: Path) -> Path:
     theirs = FOLDER / file
     is_config = file.parts[:1] == QUICKSTART.parts[:1] and ".." not in file.parts
     return theirs if is_config and not file.exists() and theirs.is_file() else file
-
-
-def require(file: Path) -> None:
-    """Refuse an unreadable experiment file before the imports that take seconds."""
-    try:
-        find(file).open("rb").close()
-    except OSError as error:
-        raise UserError(f"cannot read configuration {str(file)!r}: {error.strerror}") from None
 
 
 def note(file: Path) -> str:

@@ -70,9 +70,9 @@ class Recorded:
         for kind in self.plans:
             item = kind.of(rank)
             place = kind.group.members(rank).index(rank)
-            digests.append(item.digest)
+            digests.append(item.plan.digest())
             received += item.received[place]
-            extra = max(extra, int(item.extra[place]))
+            extra = max(extra, int(item.plan.step_bytes[place]))
             flops += loads_of(item.plan)[place]
             moved += int(item.moved[place])
         return {
@@ -251,7 +251,7 @@ def memory(recorded: Recorded, rank: int) -> Iterator[Finding]:
             text = f"the step of the {name} matrices takes {taken:,} bytes"
             yield Finding("memory", (rank,), f"{text}, and may take {allowed:,}")
         buffers = last.buffers[name]
-        planned = int(item.extra[kind.group.members(rank).index(rank)])
+        planned = int(item.plan.step_bytes[kind.group.members(rank).index(rank)])
         if buffers != planned:
             text = f"the buffers of the {name} matrices have {buffers:,} bytes"
             yield Finding("memory", (rank,), f"{text}, the plan says {planned:,}")

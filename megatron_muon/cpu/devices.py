@@ -18,7 +18,6 @@ import contextlib
 import functools
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,11 +70,13 @@ def _memory_stats(device: Any = None) -> dict[str, int]:
     found = re.search(r"VmHWM:\s*(\d+)", status)  # the largest resident set so far, in KiB
     current = _resident()
     peak = 1024 * int(found[1]) if found else current
-    stats = {"allocation.all.current": 0}
-    for kind in ("allocated_bytes", "reserved_bytes"):
-        stats[f"{kind}.all.current"] = current
-        stats[f"{kind}.all.peak"] = peak
-    return stats
+    return {
+        "allocation.all.current": 0,
+        "allocated_bytes.all.current": current,
+        "allocated_bytes.all.peak": peak,
+        "reserved_bytes.all.current": current,
+        "reserved_bytes.all.peak": peak,
+    }
 
 
 def _always(value: Any) -> Any:
@@ -145,18 +146,16 @@ def _map_devices(patches: Patches) -> None:
     # originals, or `with torch.device("meta")` would not recognise the functions that it is meant
     # to redirect.
     listed = {function.__name__: function for function in device_context._device_constructors()}
-    own = sorted(
-        name for name, function in listed.items() if getattr(torch, name, None) is function
-    )
+    own = [name for name, function in listed.items() if getattr(torch, name, None) is function]
     # A TorchFunctionMode would be shorter, but it is suspended inside Tensor.backward, where
     # Megatron-FSDP's hooks allocate their buckets.
-    for name in (*own, *_LIKE):
-        patches.wrap(torch, name, _mapped)
+    for name in (*sorted(own), *_LIKE):
+        patches.around(torch, name)(_mapped)
     for name in _NEW:
-        patches.wrap(torch.Tensor, name, _mapped)
+        patches.around(torch.Tensor, name)(_mapped)
     # to(device, ...), to(dtype, ...) or to(other, ...): only the first kind names a device.
-    patches.wrap(torch.Tensor, "to", functools.partial(_mapped, has_self=True))
-    patches.wrap(torch.Tensor, "type", _tensor_type)
+    patches.around(torch.Tensor, "to")(functools.partial(_mapped, has_self=True))
+    patches.around(torch.Tensor, "type")(_tensor_type)
     # Everything lives on the one device there is, so moving there returns the tensor itself, as on
     # a GPU.
     patches.replace(torch.Tensor, "cuda", _itself)
@@ -165,12 +164,8 @@ def _map_devices(patches: Patches) -> None:
     patches.replace(torch.Tensor, "pin_memory", _itself)
     patches.replace(torch.Tensor, "record_stream", lambda tensor, stream: None)
     for owner, keyword in ((DeviceMesh, "device_type"), (device_context.DeviceContext, "device")):
-        patches.wrap(
-            owner,
-            "__init__",
-            functools.partial(_mapped, has_self=True, keyword=keyword),
-            takes=(keyword,),
-        )
+        init = functools.partial(_mapped, has_self=True, keyword=keyword)
+        patches.around(owner, "__init__", takes=(keyword,))(init)
 
 
 def _itself(tensor_or_module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -178,38 +173,30 @@ def _itself(tensor_or_module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _mapped(
-    function: Callable[..., Any], *, has_self: bool = False, keyword: str = "device"
-) -> Callable[..., Any]:
-    """`function` with its device on the CPU; methods take it as their first argument, too."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if has_self:
-            args = (*args[:1], *map(_on_cpu, args[1:2]), *args[2:])
-        if keyword in kwargs:
-            kwargs[keyword] = _on_cpu(kwargs[keyword])
-        if kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False  # pinned memory asks the driver
-        return function(*args, **kwargs)
-
-    return call
+    function: Any, *args: Any, has_self: bool = False, keyword: str = "device", **kwargs: Any
+) -> Any:
+    """Call `function` with its device on the CPU; methods take it as their first argument, too."""
+    if has_self:
+        args = (*args[:1], *map(_on_cpu, args[1:2]), *args[2:])
+    if keyword in kwargs:
+        kwargs[keyword] = _on_cpu(kwargs[keyword])
+    if kwargs.get("pin_memory"):
+        kwargs["pin_memory"] = False  # pinned memory asks the driver
+    return function(*args, **kwargs)
 
 
-def _tensor_type(function: Callable[..., Any]) -> Callable[..., Any]:
+def _tensor_type(
+    function: Any, tensor: Any, dtype: Any = None, non_blocking: bool = False, **kwargs: Any
+) -> Any:
     """`Tensor.type()` reports CUDA; with an argument it converts, on the CPU.
 
     megatron-core 0.19.x decides by this string: clip_grads asserts 'torch.cuda.FloatTensor', and
     the optimizers sort parameters by 'torch.cuda.HalfTensor', 'torch.cuda.BFloat16Tensor' and
     'torch.cuda.FloatTensor'.
     """
-
-    def type_(
-        self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any
-    ) -> Any:
-        if dtype is not None:
-            if isinstance(dtype, str):
-                dtype = dtype.replace("torch.cuda.", "torch.")
-            return function(self, dtype, non_blocking, **kwargs)
-        name = function(self)
-        return name.replace("torch.", "torch.cuda.", 1) if self.device.type == "cpu" else name
-
-    return type_
+    if dtype is not None:
+        if isinstance(dtype, str):
+            dtype = dtype.replace("torch.cuda.", "torch.")
+        return function(tensor, dtype, non_blocking, **kwargs)
+    name = function(tensor)
+    return name.replace("torch.", "torch.cuda.", 1) if tensor.device.type == "cpu" else name

@@ -40,21 +40,14 @@ LOOKS_FUSED = re.compile(
 Parts = int | tuple[int, ...]
 """A number of equal parts, or the rows of each part; these repeat until they fill the weight."""
 
-Rule = int | Callable[[Any], Parts]
-"""How a weight divides, if need be by the module whose forward splits its output."""
+Rule = int | str | Callable[[Any], Parts]
+"""How a weight divides, if need be by the module whose forward splits its output; a string names
+the module's attributes that hold the rows of each part."""
 
 
 def _heads(queries: int, keys: int, size: int) -> Parts:
     """Query, key and value rows of so many heads."""
     return queries * size, keys * size, keys * size
-
-
-def _by_head(m: Any) -> Parts:
-    return _heads(1, 1, m.head_dim)
-
-
-def _query_and_gate(m: Any) -> Parts:
-    return m.head_dim, m.head_dim
 
 
 def _falcon(m: Any) -> Parts:
@@ -88,10 +81,6 @@ def _mamba2(m: Any) -> Parts:
     return m.intermediate_size, m.intermediate_size, states, states, m.num_heads
 
 
-def _mamba_x(m: Any) -> Parts:
-    return m.time_step_rank, m.ssm_state_size, m.ssm_state_size
-
-
 FUSED: dict[str, Rule] = {
     "torch.nn.*.MultiheadAttention:in_proj_weight": 3,
     "torch.nn.*.LSTM*:weight_[ih]h*": 4,
@@ -99,17 +88,17 @@ FUSED: dict[str, Rule] = {
     "*.Phi*Attention:qkv_proj": lambda m: _heads(
         m.config.num_attention_heads, m.num_key_value_heads, m.head_dim
     ),
-    "*.Qwen3Next*Attention:q_proj": _query_and_gate,
-    "*.Qwen3_5*Attention:q_proj": _query_and_gate,
-    "*.Qwen4*Attention:q_proj": _query_and_gate,
+    "*.Qwen3Next*Attention:q_proj": "head_dim head_dim",
+    "*.Qwen3_5*Attention:q_proj": "head_dim head_dim",
+    "*.Qwen4*Attention:q_proj": "head_dim head_dim",
     "transformers.*:gate_up_proj": _gate_up,
     "*.Phi*MLP:gate_up_proj": 2,
-    "*.MiniMaxLightningAttention:qkv_proj": _by_head,
+    "*.MiniMaxLightningAttention:qkv_proj": "head_dim head_dim head_dim",
     "*.CodeGenAttention:qkv_proj": lambda m: (m.embed_dim // 4,) * 3,  # a group per TPU core
     "*.FalconAttention:query_key_value": _falcon,
-    "*.GPTNeoX*Attention:query_key_value": lambda m: _heads(1, 1, m.head_size),
-    "*.BloomAttention:query_key_value": _by_head,
-    "*.PersimmonAttention:query_key_value": _by_head,
+    "*.GPTNeoX*Attention:query_key_value": "head_size head_size head_size",
+    "*.BloomAttention:query_key_value": "head_dim head_dim head_dim",
+    "*.PersimmonAttention:query_key_value": "head_dim head_dim head_dim",
     "*:W_pack": 3,  # Baichuan, whose classes have general names
     "*.DbrxAttention:Wqkv": lambda m: _heads(m.num_heads, m.num_key_value_heads, m.head_dim),
     "*.MptAttention:Wqkv": 3,
@@ -120,7 +109,7 @@ FUSED: dict[str, Rule] = {
     "*.DisentangledSelfAttention:in_proj": lambda m: _heads(1, 1, m.attention_head_size),
     "*.LayoutLMv2SelfAttention:qkv_linear": 3,
     "*.BarkSelf*Attention*:att_proj": 3,
-    "*.Exaone*VisionAttention:qkv": lambda m: (m.q_dim, m.kv_dim, m.kv_dim),
+    "*.Exaone*VisionAttention:qkv": "q_dim kv_dim kv_dim",
     "transformers.*:qkv": 3,  # vision towers
     "timm.*:qkv": 3,
     "*.GraniteMoe*MLP:input_linear": 2,
@@ -129,17 +118,17 @@ FUSED: dict[str, Rule] = {
     "*.ZambaMambaMixer:in_proj": lambda _: (1, 1),
     "*.Zamba2MambaMixer:in_proj": _mamba2,
     "*MambaMixer:in_proj": 2,  # also Falcon's and Jamba's
-    "*MambaMixer:x_proj": _mamba_x,
+    "*MambaMixer:x_proj": "time_step_rank ssm_state_size ssm_state_size",
     "*Mamba2Mixer:in_proj": _mamba2,  # also Nemotron-H's
     "*.BambaMixer:in_proj": _mamba2,
     "*.GraniteMoeHybridMambaLayer:in_proj": _mamba2,
     "*.FalconH1Mixer:in_proj": _mamba2,
     "*GatedDeltaNet:in_proj_qkvz": _delta_qkvz,
     "*GatedDeltaNet:in_proj_ba": lambda m: (m.num_v_heads // m.num_k_heads,) * 2,
-    "*GatedDeltaNet:in_proj_qkv": lambda m: (m.key_dim, m.key_dim, m.value_dim),
-    "*.xLSTM*:qkv_opreact": lambda m: (m.qk_dim, m.qk_dim, m.v_dim, m.v_dim),
-    "*Attention:kv_a_proj_with_mqa": lambda m: (m.kv_lora_rank, m.qk_rope_head_dim),
-    "*Attention:kv_b_proj": lambda m: (m.qk_nope_head_dim, m.v_head_dim),
+    "*GatedDeltaNet:in_proj_qkv": "key_dim key_dim value_dim",
+    "*.xLSTM*:qkv_opreact": "qk_dim qk_dim v_dim v_dim",
+    "*Attention:kv_a_proj_with_mqa": "kv_lora_rank qk_rope_head_dim",
+    "*Attention:kv_b_proj": "qk_nope_head_dim v_head_dim",
 }
 """Rules by the class of the module that splits, with its package, and the weight or its layer. The
 first pattern that matches holds.
@@ -177,7 +166,10 @@ def known_split(name: str, rows: int, modules: Modules) -> RowSplit | None:
     owner = modules.get(path)
     rule = FUSED.get(_match(owner, weight, FUSED))
     try:
-        parts = rule(owner) if callable(rule) else rule
+        if isinstance(rule, str):
+            parts: Parts | None = tuple(getattr(owner, part) for part in rule.split())
+        else:
+            parts = rule(owner) if callable(rule) else rule
     except AttributeError:  # a class of this name from elsewhere
         return None
     if isinstance(parts, int):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -16,38 +16,18 @@ LINEAR = "linear"
 CONVOLUTION = "convolution"
 """Roles of weights that are neither tables nor stacks, whatever their names."""
 
-EMBEDDINGS = ("*embed*", "emb", "*_emb", "wte", "wpe", "shared", "relative_attention_bias")
+EMBEDDINGS = "*embed* emb *_emb wte wpe shared relative_attention_bias"
 """Names of modules, each one component, whose weights are tables of vectors."""
 
-TABLES = ("*bias*", "*_table", "*_log", "*_token", "*_tokens", "*_queries", "rel_pos*", "codebook*")
+TABLES = "*bias* *_table *_log *_token *_tokens *_queries rel_pos* codebook*"
 """Names of 2D parameters that are not matrices: biases by head, tables by position, rates of a
 Mamba, learned tokens and queries."""
 
-OUTPUTS = (
-    "lm_head",
-    "lm_heads",
-    "head",
-    "heads",
-    "output",
-    "output_layer",
-    "output_projection",
-    "to_logits",
-    "logits",
-    "fc",
-    "fc_out",
-    "proj_out",
-    "classifier",
-    "score",
-    "qa_outputs",
-    "seq_relationship",
-    "unembed",
-    "embed_out",
-    "value_head",
-    "v_head",
-    "reward_head",
-    "score_head",
-    "classification_head",
-)
+OUTPUTS = """
+    lm_head lm_heads head heads output output_layer output_projection to_logits logits
+    fc fc_out proj_out classifier score qa_outputs seq_relationship unembed embed_out
+    value_head v_head reward_head score_head classification_head
+"""
 """Names of modules, outside numbered layers, that make a network's outputs."""
 
 OUTPUT_WEIGHTS = (".generator.weight", ".generator.proj.weight")
@@ -110,15 +90,15 @@ def may_be_wide_stack(name: str, shape: Sequence[int]) -> bool:
     return may_be_stack(name, shape) and min(shape[-2:]) > _LARGEST_KERNEL
 
 
-def _any_match(components: Iterable[str], patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(part, pattern) for part in components for pattern in patterns)
+def _any_match(components: Sequence[str], patterns: str) -> bool:
+    return any(fnmatch.filter(components, pattern) for pattern in patterns.split())
 
 
 def is_output(name: str) -> bool:
     """True if a parameter belongs to an output layer, by its name."""
     if _is_numbered(name.split(".")):
         return False
-    is_named = any(part in OUTPUTS for part in name.lower().split("."))
+    is_named = _any_match(name.lower().split("."), OUTPUTS)
     return is_named or f".{name}".endswith(OUTPUT_WEIGHTS)
 
 

@@ -41,14 +41,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--stdlib", action="store_true", help="this Python's standard library, about 30 MB"
     )
-    output = add("--output", type=Path, required=True, metavar="PREFIX")
-    output.help = "write PREFIX.bin and PREFIX.idx"
-    json_key = add("--json-key", default="text", metavar="KEY")
-    json_key.help = "JSONL field that contains the text (default: text)"
-    tokenizer = add("--tokenizer-type", choices=TOKENIZER_TYPES, default=BYTE_LEVEL, metavar="TYPE")
-    tokenizer.help = f"{', '.join(TOKENIZER_TYPES)} (default: the first)"
-    model = add("--tokenizer-model", metavar="MODEL")
-    model.help = "file, directory or name, as for Megatron's flag"
+    add(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="PREFIX",
+        help="write PREFIX.bin and PREFIX.idx",
+    )
+    add(
+        "--json-key",
+        default="text",
+        metavar="KEY",
+        help="JSONL field that contains the text (default: text)",
+    )
+    add(
+        "--tokenizer-type",
+        choices=TOKENIZER_TYPES,
+        default=BYTE_LEVEL,
+        metavar="TYPE",
+        help=f"{', '.join(TOKENIZER_TYPES)} (default: the first)",
+    )
+    add(
+        "--tokenizer-model",
+        metavar="MODEL",
+        help="file, directory or name, as for Megatron's flag",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -45,12 +45,12 @@ class CommandParser(argparse.ArgumentParser):
     Nothing may be abbreviated: the first letters of a flag may be a flag of Megatron's.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("allow_abbrev", False)
+    _passes_on = False
+
+    def __init__(self, **kwargs: Any) -> None:
         # keeps the lines of descriptions and examples
-        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        super().__init__(*args, **kwargs)
-        self._passes_on = False
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(allow_abbrev=False, formatter_class=formatter, **kwargs)
 
     def take_megatron_flags(self, words: str) -> None:
         """Accept flags of pretrain_gpt.py among the command's own, and everything after `--`."""

@@ -381,4 +381,4 @@ def test_a_step_takes_what_its_plan_says(settings: dict[str, Any], hardware: str
     for rank in range(HOLDERS):
         taken = rehearse_rank(rank, rehearsal).steps[-1].extra_bytes
         assert taken <= planned.plan.buffer_bytes
-        assert planned.extra[rank] == pytest.approx(taken, rel=0.1)
+        assert planned.plan.step_bytes[rank] == pytest.approx(taken, rel=0.1)

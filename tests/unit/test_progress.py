@@ -169,7 +169,7 @@ def test_the_error_of_a_teams_block_is_the_blocks():
     ):
         probe.blocks(part[None], 0.5, team)
     error, measured = (
-        sum(getattr(probe, name).item() for probe in parts) for name in ("_error", "_measured")
+        sum(probe.sums[name].item() for probe in parts) for name in ("error", "blocks")
     )
-    assert measured == whole._measured.item() == 1.0
-    assert error == pytest.approx(whole._error.item(), rel=1e-6)
+    assert measured == whole.sums["blocks"].item() == 1.0
+    assert error == pytest.approx(whole.sums["error"].item(), rel=1e-6)

@@ -123,8 +123,11 @@ def _device(gpus: int) -> Finding:
         return Finding("device", OK, f"GPUs: {gpus}, Transformer Engine {te}")
     why = unusable_gpu()
     if why is not None:
-        remedy = "fix that, or train with --device cpu"
-        return Finding("device", WRONG, f"a GPU that torch cannot use: {why}; {remedy}")
+        return Finding(
+            "device",
+            WRONG,
+            f"a GPU that torch cannot use: {why}; fix that, or train with --device cpu",
+        )
     from megatron_muon.megatron.flags.command_line import cpu_has_bf16
 
     bf16 = "" if cpu_has_bf16() else "; it lacks bf16 arithmetic, so Newton-Schulz runs in fp32"
@@ -151,10 +154,7 @@ def checkpoint(directory: Path) -> Iterator[Finding]:
         return
     yield Finding("checkpoint", OK, f"{folder} is complete, iteration {stored.get('iteration')}")
     args = stored.get("args")
-    layout = []
-    for key, name in _LAYOUT.items():
-        if hasattr(args, key):
-            layout.append(f"{name} {getattr(args, key)}")
+    layout = [f"{name} {getattr(args, key)}" for key, name in _LAYOUT.items() if hasattr(args, key)]
     if layout:
         yield Finding("written by", OK, ", ".join(layout))
     else:
@@ -163,9 +163,10 @@ def checkpoint(directory: Path) -> Iterator[Finding]:
         yield Finding("checksums", NOTE, folders.without_checksums(folder))
     weights = {content.plain(name.removeprefix("model.")) for name in content.weight_names(entries)}
     yield Finding("weights", OK if weights else WRONG, f"{len(weights)} tensors")
-    optimizers = {}
-    for name, slots in content.optimizer_slots(entries).items():
-        optimizers[content.plain(name)] = content.optimizer_of(slots)
+    optimizers = {
+        content.plain(name): content.optimizer_of(slots)
+        for name, slots in content.optimizer_slots(entries).items()
+    }
     counts = sorted(Counter(optimizers.values()).items())
     if counts:
         text = ", ".join(f"{name} has {count}" for name, count in counts)
@@ -180,6 +181,9 @@ def checkpoint(directory: Path) -> Iterator[Finding]:
         # Adam's state without the second moment is that of Lion
         missing |= {name for name, optimizer in optimizers.items() if optimizer == "lion"}
     if missing:
-        text = f"{len(missing)}: {content.some(missing)}"
-        remedy = "--muon-allow-missing-state starts it at zero"
-        yield Finding("missing state", WRONG, f"{text}; {remedy}")
+        yield Finding(
+            "missing state",
+            WRONG,
+            f"{len(missing)}: {content.some(missing)}; --muon-allow-missing-state starts it at"
+            " zero",
+        )

@@ -26,12 +26,8 @@ from emerging_optimizers.orthogonalized_optimizers import muon_utils
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.utils.benchmark import Timer
 
-from megatron_muon.core.cost import (
-    GRAM,
-    KERNEL,
-    STANDARD,
-    Iteration,
-)
+from megatron_muon.checkpoint.folders import written_at_once
+from megatron_muon.core.cost import GRAM, KERNEL, STANDARD, Iteration
 from megatron_muon.core.methods import newton_schulz as ns
 from megatron_muon.core.methods import symmetric
 from megatron_muon.core.methods.method import Work
@@ -87,10 +83,8 @@ class Context:
     def write_findings(self) -> None:
         """Write the findings so far, in case the check does not end."""
         found = {"figures": self.figures, "skipped": self.skipped, "wrong": self.wrong}
-        file = self.folder / f"figures.{self.rank}.json"
-        new = file.with_suffix(".new")
-        new.write_text(json.dumps(found), "utf-8")
-        new.replace(file)
+        with written_at_once(self.folder / f"figures.{self.rank}.json") as file:
+            json.dump(found, file)
 
     def seconds(self, call: Callable[[], object]) -> float:
         """The mean time of successive calls, including the device's work, after a warm-up."""
@@ -148,19 +142,10 @@ def machine(context: Context) -> None:
         figures["nodes"] = len(set(of_all_ranks(os.environ.get("GROUP_RANK", "0"))))
 
 
-# Number of blocks by their shape; the large ones are for the symmetric kernel.
-CHECKED = {
-    (2048, 4096): 4,
-    (333, 777): 4,
-}
-CHECKED_ON_CPU = {
-    (64, 96): 2,
-    (33, 77): 2,
-}
-LARGE = {
-    (4096, 4096): 2,
-    (8192, 8192): 2,
-}
+# Blocks, rows, columns; the large ones are for the symmetric kernel.
+CHECKED = [(4, 2048, 4096), (4, 333, 777)]
+CHECKED_ON_CPU = [(2, 64, 96), (2, 33, 77)]
+LARGE = [(2, 4096, 4096), (2, 8192, 8192)]
 # of a random block, by the precision of products
 ERROR = {"medium": 0.03, "high": 5e-3, "highest": 1e-4}
 
@@ -175,21 +160,17 @@ def arithmetic(context: Context) -> None:
     """
     checked = CHECKED if context.on_gpu else CHECKED_ON_CPU
     if symmetric.products_on(context.device, torch.bfloat16) is KERNEL:
-        checked = checked | LARGE
+        checked = [*checked, *LARGE]
     else:
         context.skipped.append("symmetric kernel: not for this device")
-    for (rows, cols), count in checked.items():
-        for coefficients in PROVEN_STEPS:
-            label = f"{count} of {rows} x {cols}, {coefficients}"
-            with context.trying(label):
-                _check_blocks(context, label, (count, rows, cols), coefficients)
+    for shape, coefficients in itertools.product(checked, PROVEN_STEPS):
+        label = "{} of {} x {}, ".format(*shape) + coefficients
+        with context.trying(label):
+            _check_blocks(context, label, shape, coefficients)
 
 
 def _check_blocks(
-    context: Context,
-    label: str,
-    shape: tuple[int, int, int],
-    coefficients: str,
+    context: Context, label: str, shape: tuple[int, int, int], coefficients: str
 ) -> None:
     """Check a stack of random blocks; in the last one, one direction dominates."""
     generator = torch.Generator().manual_seed(0)
@@ -214,11 +195,7 @@ def _check_blocks(
 
 
 def _check_iteration(
-    context: Context,
-    case: str,
-    x: torch.Tensor,
-    exact: torch.Tensor,
-    iteration: Iteration,
+    context: Context, case: str, x: torch.Tensor, exact: torch.Tensor, iteration: Iteration
 ) -> None:
     """Largest singular value and distance from fp64 of one way to iterate a stack."""
     given = x.to(torch.bfloat16 if iteration.half else torch.float32)
@@ -319,13 +296,7 @@ def _compare(context: Context, plain: dict[int, float], name: str) -> None:
         context.hold(is_same, f"{name}: resumed {again}, without interruption {losses}")
 
 
-def _train(
-    context: Context,
-    name: str,
-    flags: str,
-    *,
-    alone: bool = False,
-) -> dict[int, float]:
+def _train(context: Context, name: str, flags: str, *, alone: bool = False) -> dict[int, float]:
     """Losses by step, none if the run failed; `alone` on one rank."""
     folder = context.folder / name
     folder.mkdir(exist_ok=True)

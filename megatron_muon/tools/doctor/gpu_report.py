@@ -47,8 +47,9 @@ def run(args: argparse.Namespace) -> int:
         settle_device("cuda")  # each rank has one
     only = args.only or list(CHECKS)
     if unknown := set(only) - CHECKS.keys():
-        text = f"--only: {', '.join(unknown)} is not a check"
-        raise UserError(f"{text}; choose some of: {' '.join(CHECKS)}")
+        raise UserError(
+            f"--only: {', '.join(unknown)} is not a check; choose some of: {' '.join(CHECKS)}"
+        )
     if args.write_profile is not None and "machine" not in only:
         raise UserError("--write-profile needs the check machine; add it to --only")
     if is_first_rank():
@@ -88,8 +89,7 @@ def _run_check(name: str, device: str, folder: Path, port: int) -> Result:
     log = folder / f"check.{rank}.log"
     output = folder / f"figures.{rank}.json"
     env = processes.environment(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), port=port)
-    check = [name, device, str(folder), str(LIMIT_S)]
-    command = [sys.executable, "-m", __name__, *check]
+    command = [sys.executable, "-m", __name__, name, device, str(folder), str(LIMIT_S)]
     start = time.perf_counter()
     # after LIMIT_S a check ends itself, so nothing here waits longer
     ended = processes.watch(command, log, env=env, grace_s=1.0)

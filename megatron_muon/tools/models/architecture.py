@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_muon.errors import UserError
+from megatron_muon.settings import flag_of
 
 GPT2, LLAMA, QWEN2, QWEN3 = "gpt2", "llama", "qwen2", "qwen3"
 MIXTRAL, QWEN3_MOE = "mixtral", "qwen3_moe"
@@ -28,19 +29,19 @@ _GELU = {True: "gelu_new", False: "gelu"}
 """GELU with and without --bias-gelu-fusion, whose kernel uses the tanh approximation."""
 
 _KEYS = {
-    "--num-layers": ("num_hidden_layers", "n_layer"),
-    "--hidden-size": ("hidden_size", "n_embd"),
-    "--ffn-hidden-size": ("intermediate_size", "n_inner"),
-    "--num-attention-heads": ("num_attention_heads", "n_head"),
-    "--kv-channels": ("head_dim", "head_dim"),
-    "--max-position-embeddings": ("max_position_embeddings", "n_positions"),
-    "--norm-epsilon": ("rms_norm_eps", "layer_norm_epsilon"),
-    "--init-method-std": ("initializer_range", "initializer_range"),
-    "--hidden-dropout": ("", "resid_pdrop"),
-    "--attention-dropout": ("attention_dropout", "attn_pdrop"),
-    "--vocab-size": ("vocab_size", "vocab_size"),
+    "num_layers": ("num_hidden_layers", "n_layer"),
+    "hidden_size": ("hidden_size", "n_embd"),
+    "ffn_hidden_size": ("intermediate_size", "n_inner"),
+    "num_attention_heads": ("num_attention_heads", "n_head"),
+    "kv_channels": ("head_dim", ""),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions"),
+    "norm_epsilon": ("rms_norm_eps", "layer_norm_epsilon"),
+    "init_method_std": ("initializer_range", "initializer_range"),
+    "hidden_dropout": ("", "resid_pdrop"),
+    "attention_dropout": ("attention_dropout", "attn_pdrop"),
+    "vocab_size": ("vocab_size", "vocab_size"),
 }
-"""Flags, and the equivalent keys of models like Llama and of GPT-2."""
+"""Settings by their flags, and the equivalent keys of models like Llama and of GPT-2."""
 
 _SAYS_NOTHING = """
     architectures model_type torch_dtype dtype transformers_version use_cache pretraining_tp
@@ -91,42 +92,33 @@ def to_config(args: argparse.Namespace, *, vocab: int | None = None) -> dict[str
 
     kind = _model_type(args)
     ffn = (args.num_experts and args.moe_ffn_hidden_size) or args.ffn_hidden_size
+    values = {
+        **vars(args),
+        "ffn_hidden_size": ffn,
+        "kv_channels": args.kv_channels or args.hidden_size // args.num_attention_heads,
+        "norm_epsilon": args.layernorm_epsilon,
+        "vocab_size": vocab or args.vocab_size or args.padded_vocab_size,
+    }
     config = {
         "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]],
         "model_type": kind,
-        "vocab_size": vocab or args.vocab_size or args.padded_vocab_size,
         "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
-        "initializer_range": args.init_method_std,
     }
+    for name, keys in _KEYS.items():
+        if key := keys[kind == GPT2]:
+            config[key] = values[name]
     if kind == GPT2:
         return config | {
-            "n_positions": args.max_position_embeddings,
-            "n_embd": args.hidden_size,
-            "n_layer": args.num_layers,
-            "n_head": args.num_attention_heads,
-            "n_inner": ffn,
             "activation_function": _GELU[bool(args.bias_gelu_fusion)],
-            "layer_norm_epsilon": args.layernorm_epsilon,
-            "resid_pdrop": args.hidden_dropout,
             "embd_pdrop": args.hidden_dropout,
-            "attn_pdrop": args.attention_dropout,
         }
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     scaling = {"rope_type": "llama3", "factor": args.rope_scaling_factor, **_LLAMA3_ROPE}
     config |= {
-        "hidden_size": args.hidden_size,
-        "intermediate_size": ffn,
-        "num_hidden_layers": args.num_layers,
-        "num_attention_heads": args.num_attention_heads,
-        "num_key_value_heads": (
-            args.num_query_groups if args.group_query_attention else args.num_attention_heads
-        ),
-        "head_dim": args.kv_channels or args.hidden_size // args.num_attention_heads,
+        "num_key_value_heads": groups,
         "hidden_act": "silu",
-        "max_position_embeddings": args.max_position_embeddings,
-        "rms_norm_eps": args.layernorm_epsilon,
         "rope_theta": float(args.rotary_base),
         "rope_scaling": scaling if args.use_rope_scaling else None,
-        "attention_dropout": args.attention_dropout,
     }
     bias, experts, topk = args.add_bias_linear, args.num_experts, args.moe_router_topk
     return (
@@ -176,7 +168,7 @@ def _model_type(args: argparse.Namespace) -> str:
     for name, values in neutral.items():
         value = getattr(args, name, values[0])
         if value not in values:
-            refused.append(f"--{name.replace('_', '-')} {value}")
+            refused.append(f"{flag_of(name)} {value}")
     if kind != GPT2 and style != ("RMSNorm", "rope", True):
         refused.append(
             "--normalization {} with --position-embedding-type {} with --swiglu {}".format(*style)
@@ -207,8 +199,8 @@ def to_flags(config: Mapping[str, Any]) -> dict[str, Any]:
             f" {', '.join([*KINDS, 'mistral'])}"
         )
     flags: dict[str, Any] = {}
-    for flag, keys in _KEYS.items():
-        flags[flag] = config.get(keys[kind == GPT2])
+    for name, keys in _KEYS.items():
+        flags[flag_of(name)] = config.get(keys[kind == GPT2])
     hidden, heads = flags["--hidden-size"], flags["--num-attention-heads"]
     ffn = config.get("moe_intermediate_size") or flags["--ffn-hidden-size"] or 4 * hidden
     flags |= {"--ffn-hidden-size": ffn, "--kv-channels": flags["--kv-channels"] or hidden // heads}

@@ -88,10 +88,7 @@ def _check_new(out: Path) -> None:
 
 def args_of_flags(flags: dict[str, Any]) -> argparse.Namespace:
     """Megatron's arguments for MODEL_ARGS."""
-    pairs: list[tuple[str, tuple[str, ...]]] = []
-    for flag, value in flags.items():
-        values = () if value is True else (str(value),)
-        pairs.append((flag, values))
+    pairs = [(flag, () if value is True else (str(value),)) for flag, value in flags.items()]
     args = arguments.parse(arguments.build_parser(), list(as_argv(pairs)))
     args.iteration = 0
     return args

@@ -89,11 +89,10 @@ def tokenizer_of(args: argparse.Namespace, *, given: str | None = None) -> Any:
     In training the byte-level one of `data prepare` is a NullTokenizer of its size.
     """
     kind, size = args.tokenizer_type, args.vocab_size
-    place = given
-    if kind == HUGGING_FACE:
-        place = given or args.tokenizer_model
-    if place is not None:
-        return from_folder(transformers.AutoTokenizer, place)
+    if given is None and kind == HUGGING_FACE:
+        given = args.tokenizer_model
+    if given is not None:
+        return from_folder(transformers.AutoTokenizer, given)
     if (kind, size) == (IN_TRAINING, BYTE_LEVEL_VOCAB_SIZE):
         return _byte_tokenizer()
     print(

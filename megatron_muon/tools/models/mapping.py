@@ -8,7 +8,8 @@ changes.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+import functools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -144,62 +145,59 @@ def weight_table(config: Mapping[str, Any], args: argparse.Namespace) -> list[We
 def _llama_like(config: Mapping[str, Any], args: argparse.Namespace) -> Iterator[WeightRow]:
     groups = config["num_key_value_heads"]
     heads = Heads(groups, config["num_attention_heads"] // groups, config["head_dim"])
-    biases = set()
-    if args.add_qkv_bias:
-        biases.add("qkv")
+    biases: Collection[str] = ("qkv",) if args.add_qkv_bias else ()
     if args.add_bias_linear:
-        biases |= {"qkv", "linear"}
-    layers = _Layers(heads, biases)
+        biases = ("qkv", "linear")
+    rows = functools.partial(_rows, heads, biases)
     is_mixtral = config["model_type"] == MIXTRAL
     block = "block_sparse_moe" if is_mixtral else "mlp"
     mlp = _MIXTRAL_MLP if is_mixtral else _LLAMA_MLP
     layer = [line for line in _LLAMA_LAYER if args.qk_layernorm or "_norm" not in line.hf]
     for number in range(config["num_hidden_layers"]):
         ours, theirs = f"decoder.layers.{number}.", f"model.layers.{number}."
-        yield from layers.rows(layer, ours, theirs)
+        yield from rows(layer, ours, theirs)
         if not args.num_experts:
-            yield from layers.rows(mlp, f"{ours}mlp.", f"{theirs}mlp.")
+            yield from rows(mlp, f"{ours}mlp.", f"{theirs}mlp.")
             continue
         yield WeightRow(f"{ours}mlp.router.weight", (f"{theirs}{block}.gate.weight",))
         for expert in range(args.num_experts):
             local = f"{ours}mlp.experts.local_experts.{expert}."
-            yield from layers.rows(mlp, local, f"{theirs}{block}.experts.{expert}.")
+            yield from rows(mlp, local, f"{theirs}{block}.experts.{expert}.")
     yield WeightRow("decoder.final_layernorm.weight", ("model.norm.weight",))
 
 
 def _gpt2(config: Mapping[str, Any]) -> Iterator[WeightRow]:
     heads = Heads(config["n_head"], 1, config["n_embd"] // config["n_head"])
-    layers = _Layers(heads, {"always"}, transposed=True)
+    rows = functools.partial(_rows, heads, ("always",), transposed=True)
     yield WeightRow("embedding.position_embeddings.weight", ("transformer.wpe.weight",))
     for number in range(config["n_layer"]):
-        yield from layers.rows(_GPT2_LAYER, f"decoder.layers.{number}.", f"transformer.h.{number}.")
+        yield from rows(_GPT2_LAYER, f"decoder.layers.{number}.", f"transformer.h.{number}.")
     for kind in ("weight", "bias"):
         yield WeightRow(f"decoder.final_layernorm.{kind}", (f"transformer.ln_f.{kind}",))
 
 
-@dataclass(frozen=True)
-class _Layers:
-    """Rows of a model's layers; `biases` are the settings of `Line.bias` that are on."""
+def _rows(
+    heads: Heads,
+    biases: Collection[str],
+    lines: Iterable[Line],
+    megatron: str,
+    hf: str,
+    *,
+    transposed: bool = False,
+) -> Iterator[WeightRow]:
+    """The rows of a table's lines, whose names get these prefixes.
 
-    heads: Heads
-    biases: Set[str]
-    transposed: bool = False
-
-    def rows(self, lines: Iterable[Line], megatron: str, hf: str) -> Iterator[WeightRow]:
-        """The rows of a table's lines, whose names get these prefixes."""
-        for line in lines:
-            yield from self._module(line, "weight", megatron, hf)
-            if line.bias in self.biases:
-                yield from self._module(line, "bias", megatron, hf)
-
-    def _module(self, line: Line, kind: str, megatron: str, hf: str) -> Iterator[WeightRow]:
-        ours = [megatron + name for name in line.megatron.replace("*", kind).split()]
-        theirs = [hf + name for name in line.hf.replace("*", kind).split()]
-        if line.megatron == _QKV:
-            yield WeightRow(ours[0], tuple(theirs), heads=self.heads, transposed=self.transposed)
-            return
-        for name, hf_name in zip(ours, theirs, strict=True):
-            yield WeightRow(name, (hf_name,), transposed=self.transposed)
+    `biases` are the settings of `Line.bias` that are on.
+    """
+    for line in lines:
+        for kind in ("weight", "bias") if line.bias in biases else ("weight",):
+            ours = [megatron + name for name in line.megatron.replace("*", kind).split()]
+            theirs = [hf + name for name in line.hf.replace("*", kind).split()]
+            if line.megatron == _QKV:
+                yield WeightRow(ours[0], tuple(theirs), heads=heads, transposed=transposed)
+                continue
+            for name, hf_name in zip(ours, theirs, strict=True):
+                yield WeightRow(name, (hf_name,), transposed=transposed)
 
 
 def check_names(where: Path, found: Set[str], wanted: Set[str]) -> None:

@@ -54,55 +54,58 @@ def configure(parser: CommandParser) -> None:
     """Add description and arguments of the command that `parser.prog` names."""
     command = parser.prog.split()[-1]
     parser.description = _DESCRIPTIONS[command]
+    add = parser.add_argument
     if command == "import":
-        _add_import(parser)
-    else:
-        _add_checkpoint(parser)
-    if command == "export":
-        _add_export(parser)
-    elif command == "generate":
-        _add_generate(parser)
-    elif command == "eval":
-        _add_eval(parser)
-    if command in ("export", "import"):
-        parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
-
-
-def _add_import(parser: CommandParser) -> None:
-    form = parser.add_argument("--from", choices=("hf",), required=True, dest="form")
-    form.help = "format of FOLDER"
-    folder = parser.add_argument("folder", type=Path, metavar="FOLDER")
-    folder.help = "contains config.json, model*.safetensors and a tokenizer"
-
-
-def _add_checkpoint(parser: CommandParser) -> None:
-    add = parser.add_argument
-    checkpoint = add("--checkpoint", type=Path, required=True, metavar="DIR")
-    checkpoint.help = "run folder, --save directory or iter_ folder"
+        add("--from", choices=("hf",), required=True, dest="form", help="format of FOLDER")
+        add(
+            "folder",
+            type=Path,
+            metavar="FOLDER",
+            help="contains config.json, model*.safetensors and a tokenizer",
+        )
+        add("out", type=Path, metavar="OUT", help="folder to write")
+        return
+    add(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="run folder, --save directory or iter_ folder",
+    )
     add("--tokenizer", metavar="DIR", help="tokenizer for transformers, instead of the run's")
-    verify = add("--no-verify-checkpoint", action="store_true")
-    verify.help = "skip checksum verification"
-
-
-def _add_export(parser: CommandParser) -> None:
-    add = parser.add_argument
-    form = add("--to", choices=("hf", "torch_dist"), required=True)
-    form.help = "format to write: Hugging Face's, or that of Megatron's own Muon"
-    dtypes = ("auto", "float32", "bfloat16", "float16")
-    add("--dtype", choices=dtypes, default="auto", help="dtype of the tensors (auto: the run's)")
-
-
-def _add_generate(parser: CommandParser) -> None:
-    add = parser.add_argument
-    add("--prompt", required=True, metavar="TEXT", help="'' starts a new document")
-    add("--max-new-tokens", type=positive, default=128, metavar="N", help="length (default: 128)")
-    temperature = add("--temperature", type=float, default=0.8, metavar="T")
-    temperature.help = "sampling temperature; 0: always the likeliest token (default: 0.8)"
-
-
-def _add_eval(parser: CommandParser) -> None:
-    text = parser.add_argument("--text", type=Path, required=True, metavar="FILE")
-    text.help = "UTF-8 text file"
+    add("--no-verify-checkpoint", action="store_true", help="skip checksum verification")
+    if command == "export":
+        add(
+            "--to",
+            choices=("hf", "torch_dist"),
+            required=True,
+            help="format to write: Hugging Face's, or that of Megatron's own Muon",
+        )
+        add(
+            "--dtype",
+            choices=("auto", "float32", "bfloat16", "float16"),
+            default="auto",
+            help="dtype of the tensors (auto: the run's)",
+        )
+        add("out", type=Path, metavar="OUT", help="folder to write")
+    elif command == "generate":
+        add("--prompt", required=True, metavar="TEXT", help="'' starts a new document")
+        add(
+            "--max-new-tokens",
+            type=positive,
+            default=128,
+            metavar="N",
+            help="length (default: 128)",
+        )
+        add(
+            "--temperature",
+            type=float,
+            default=0.8,
+            metavar="T",
+            help="sampling temperature; 0: always the likeliest token (default: 0.8)",
+        )
+    else:
+        add("--text", type=Path, required=True, metavar="FILE", help="UTF-8 text file")
 
 
 def run(args: argparse.Namespace) -> int:

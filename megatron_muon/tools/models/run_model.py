@@ -6,7 +6,6 @@ import argparse
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,17 +24,8 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\
 """Characters that a terminal may obey: controls but tab and newline, and changes of direction."""
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A checkpoint as a model of transformers; `sequence_length` is that of training."""
-
-    model: Any
-    tokenizer: Any
-    sequence_length: int
-
-
-def load(args: argparse.Namespace) -> Loaded:
-    """Load the model of --checkpoint, on CUDA if available.
+def load(args: argparse.Namespace) -> tuple[Any, Any, int]:
+    """Load the model of --checkpoint, on CUDA if available, its tokenizer, and its --seq-length.
 
     Raises:
         UserError: as `Weights` and `counterpart` raise it, and where no tokenizer is found.
@@ -56,13 +46,12 @@ def load(args: argparse.Namespace) -> Loaded:
     config = transformers.AutoConfig.for_model(**source.config)
     kind = getattr(transformers, source.config["architectures"][0])
     model = kind.from_pretrained(None, config=config, state_dict=source.tensors)
-    return Loaded(model.to(device).eval(), source.tokenizer, checkpoint.args.seq_length)
+    return model.to(device).eval(), source.tokenizer, checkpoint.args.seq_length
 
 
 def generate(args: argparse.Namespace) -> None:
     """Run `megatron-muon generate`."""
-    loaded = load(args)
-    tokenizer, model = loaded.tokenizer, loaded.model
+    model, tokenizer, _ = load(args)
     ids = tokenizer(args.prompt.encode("utf-8", "replace").decode())["input_ids"]
     ids = ids or [tokenizer.eos_token_id]  # the end of a document starts the next one
     limit = model.config.max_position_embeddings
@@ -96,12 +85,12 @@ def evaluate(args: argparse.Namespace) -> None:
         raise UserError(f"--text {args.text} cannot be read as UTF-8 ({error})") from None
     if not text:
         raise UserError(f"--text {args.text} is empty")
-    loaded = load(args)
-    end = loaded.tokenizer.eos_token_id
-    document = loaded.tokenizer(text)["input_ids"]
+    model, tokenizer, length = load(args)
+    end = tokenizer.eos_token_id
+    document = tokenizer(text)["input_ids"]
     ids = torch.tensor([end, *document, end])
     tokens = len(ids) - 1
-    nats = math.fsum(losses(loaded.model, ids, length=loaded.sequence_length))
+    nats = math.fsum(losses(model, ids, length=length))
     loss = nats / tokens
     if not math.isfinite(loss):
         raise RunFailedError(f"the loss of {args.checkpoint} is not finite; check its weights")

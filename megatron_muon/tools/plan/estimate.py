@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import yaml
 
 from megatron_muon.core.buffers import Sizes
 from megatron_muon.core.build import sizes_of, team_rules
-from megatron_muon.core.cost import AUTO, DENSE, HALVES, KERNEL, Iteration
+from megatron_muon.core.cost import AUTO, DENSE, HALVES, KERNEL
 from megatron_muon.core.engine import run
 from megatron_muon.core.layout import Ints, Layout
 from megatron_muon.core.methods.method import Method
@@ -67,11 +67,6 @@ class Hardware:
     symmetric_kernel: bool = False  # as `core.newton_schulz.products_on` finds it
     rack_ranks: int = 0  # joined by the fast link, where these are more than a node's
 
-    @property
-    def joined_ranks(self) -> int:
-        """Ranks that the fast link joins."""
-        return max(self.node_ranks, self.rack_ranks)
-
     def tflops(self, method: Method) -> float:
         """The rate of a method's products: bf16, fp32, or for classes TF32's, half of bf16's.
 
@@ -83,15 +78,12 @@ class Hardware:
             return self.fp32_tflops
         return self.bf16_tflops / 2
 
-    def iterate(self, iteration: Iteration) -> Iteration:
-        """The iteration with symmetric products as the machine forms them."""
-        of_gpu = KERNEL if self.symmetric_kernel and iteration.half else DENSE
-        return replace(iteration, products=HALVES if self.processor else of_gpu)
-
     def sizes(self, method: Method, wire: str, rules: Sequence[type[Rule]] = ()) -> Sizes:
-        """Sizes of waves on the machine."""
+        """Sizes of waves on the machine, with symmetric products as it forms them."""
         if isinstance(method, NewtonSchulz):
-            method.iteration = self.iterate(method.iteration)
+            of_gpu = KERNEL if self.symmetric_kernel and method.iteration.half else DENSE
+            products = HALVES if self.processor else of_gpu
+            method.iteration = replace(method.iteration, products=products)
         return sizes_of(method, wire, rules, processor=self.processor)
 
 
@@ -189,11 +181,9 @@ class GroupPlan:
 
     name: str  # of the group
     plan: Plan
-    extra: Ints  # bytes of each rank's step beyond weights, gradients and state
     held: Ints  # elements in each rank's shards
     times: Times
     unmet: SettingError | None  # a setting that its ranks do not support
-    digest: str
     received: tuple[int, ...]  # bytes that each rank receives in a step
     moved: Ints  # bytes of memory that each rank's elementwise passes read and write
 
@@ -237,7 +227,7 @@ def plan_group(
     )
     rate = hardware.tflops(method) * 1e12
 
-    nodes = np.asarray(members) // hardware.joined_ranks
+    nodes = np.asarray(members) // max(hardware.node_ranks, hardware.rack_ranks)
     seconds_of = functools.partial(
         all_to_all_s,
         nodes=nodes,
@@ -251,7 +241,7 @@ def plan_group(
         shards = matrix.shards
         held[shards.ranks] += shards.elements[shards.numbers]
     moved = moved_bytes(plan, held, settings, hardware)
-    clock = _Clock(plan, rate, seconds)
+    clock = _Clock(plan, rate, seconds, np.zeros(layout.world_size))
     run(len(plan.waves), clock)
     times = Times(
         ns_ms=max(loads_of(plan)) / rate * 1e3,
@@ -262,11 +252,9 @@ def plan_group(
     return GroupPlan(
         name=group.name,
         plan=plan,
-        extra=plan.step_bytes,
         held=held,
         times=times,
         unmet=rules.unmet(),
-        digest=plan.digest(),
         received=received_bytes(plan, exchanges),
         moved=moved,
     )
@@ -315,6 +303,7 @@ def moved_bytes(plan: Plan, held: Ints, settings: PlanSettings, hardware: Hardwa
     return moved.astype(np.int64)
 
 
+@dataclass
 class _Clock:
     """The stages of a step, with seconds in the place of work.
 
@@ -324,28 +313,27 @@ class _Clock:
         time: when each rank's products and waits are done, `(ranks,)`.
     """
 
-    def __init__(self, plan: Plan, rate: float, exchanges_s: Sequence[tuple[float, float]]) -> None:
-        self._plan = plan
-        self._rate = rate
-        self._exchanges_s = exchanges_s
-        self._link = 0.0  # when it is free
-        self._arrived: dict[int, float] = {}
-        self.time = np.zeros(plan.layout.world_size)
+    plan: Plan
+    rate: float  # of products, in operations a second
+    exchanges_s: Sequence[tuple[float, float]]  # of each wave: rows, updates
+    time: Floats
+    _link: float = 0.0  # when it is free
+    _arrived: dict[int, float] = field(default_factory=dict)
 
     def send_rows(self, k: int) -> None:
         """Start the all-to-all of rows."""
-        self._send(k, self._exchanges_s[k][0])
+        self._send(k, self.exchanges_s[k][0])
 
     def orthogonalize(self, k: int) -> None:
         """Wait for rows, do the products, and start the all-to-all of updates."""
         self._wait(k)
-        for index in self._plan.waves[k]:
-            team = self._plan.teams[index]
-            self.time[list(team.ranks)] += np.array(team.loads) / self._rate
-        self._send(k, self._exchanges_s[k][1])
+        for index in self.plan.waves[k]:
+            team = self.plan.teams[index]
+            self.time[list(team.ranks)] += np.array(team.loads) / self.rate
+        self._send(k, self.exchanges_s[k][1])
         for rank in range(len(self.time)):
-            for index in itertools.chain(*self._plan.beside(rank, k)):
-                self.time[rank] += self._plan.teams[index].loads[0] / self._rate
+            for index in itertools.chain(*self.plan.beside(rank, k)):
+                self.time[rank] += self.plan.teams[index].loads[0] / self.rate
 
     def apply(self, k: int) -> None:
         """Wait for updates."""

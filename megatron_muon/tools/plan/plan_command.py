@@ -12,7 +12,6 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.core.methods.method import Method
 from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.core.rules import RULES
 from megatron_muon.errors import UserError, quiet_imports, reason_of
@@ -59,10 +58,18 @@ def configure(parser: CommandParser) -> None:
     parser.epilog = EXAMPLES
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--config", type=Path, metavar="FILE.yaml", help="experiment file")
-    hf = model.add_argument("--hf", type=Path, metavar="MODEL")
-    hf.help = "a transformers folder or config.json, for megatron_muon.Muon under FSDP2"
-    ep = parser.add_argument("--ep", type=positive, metavar="N")
-    ep.help = "with --hf: ranks to spread each layer's experts over before fully_shard (default: 1)"
+    model.add_argument(
+        "--hf",
+        type=Path,
+        metavar="MODEL",
+        help="a transformers folder or config.json, for megatron_muon.Muon under FSDP2",
+    )
+    parser.add_argument(
+        "--ep",
+        type=positive,
+        metavar="N",
+        help="with --hf: ranks to spread each layer's experts over before fully_shard (default: 1)",
+    )
     add_run(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to FILE")
 
@@ -71,13 +78,20 @@ def add_run(parser: CommandParser) -> None:
     """Add the arguments that describe the run: its ranks, its machine, flags of Megatron."""
     add = parser.add_argument
     add("--world-size", type=positive, metavar="N", required=True, help="number of ranks")
-    hardware = add("--hardware", type=_machine, default=HARDWARE["h100-sxm"], metavar="NAME")
-    hardware.help = (
-        f"{', '.join(HARDWARE)} (default: the first), or the FILE.yaml that"
-        " megatron-muon doctor --gpu --write-profile wrote on the machine"
+    add(
+        "--hardware",
+        type=_machine,
+        default=HARDWARE["h100-sxm"],
+        metavar="NAME",
+        help=f"{', '.join(HARDWARE)} (default: the first), or the FILE.yaml that"
+        " megatron-muon doctor --gpu --write-profile wrote on the machine",
     )
-    node_ranks = add("--node-ranks", type=positive, metavar="N")
-    node_ranks.help = "ranks per node, the run's LOCAL_WORLD_SIZE (gb300: 72, a whole rack)"
+    add(
+        "--node-ranks",
+        type=positive,
+        metavar="N",
+        help="ranks per node, the run's LOCAL_WORLD_SIZE (gb300: 72, a whole rack)",
+    )
     parser.take_megatron_flags(
         "any flag of pretrain_gpt.py; overrides the file: --global-batch-size 256"
     )
@@ -193,18 +207,9 @@ _TIMES = {
 }
 """Labels and figures of the page."""
 
-_SUMS = (
-    "matrices",
-    "travelling",
-    "parameters",
-    "waves",
-    "exchange_bytes",
-    "momentum_bytes",
-    "ns_ms",
-    "exchange_ms",
-    "step_ms",
-    "elementwise_ms",
-)
+_SUMS = """\
+matrices travelling parameters waves exchange_bytes momentum_bytes
+ns_ms exchange_ms step_ms elementwise_ms"""
 """Figures of a group that add up, as groups step one by one."""
 
 
@@ -213,8 +218,16 @@ def figures_of(
 ) -> Figures:
     """The figures of rank 0's groups, and of all of them together."""
     groups = [_group_figures(item, settings) for item in plans]
+    method = settings.sizes.method
+    of_method: Figures = {"optimizer": method.products}
+    if isinstance(method, NewtonSchulz):
+        of_method = {
+            "ns": method.iteration.method,
+            "ns_dtype": "bf16" if method.iteration.half else "fp32",
+            "ns_steps": method.iteration.steps,
+        }
     figures: Figures = {
-        "digest": "-".join(item.digest for item in plans),
+        "digest": "-".join(item.plan.digest() for item in plans),
         "world_size": world_size,
         "hardware": hardware.name,
         "settings": {
@@ -222,10 +235,10 @@ def figures_of(
             "buffer_mb": settings.buffer_mb,
             "exchange_dtype": "bf16" if settings.sizes.dtype.itemsize == 2 else "fp32",
             "team_size": settings.team_size,
-            **_method_settings(settings.sizes.method),
+            **of_method,
         },
     }
-    for name in _SUMS:
+    for name in _SUMS.split():
         figures[name] = sum(group[name] for group in groups)
     alone_ms = figures["ns_ms"] + figures["exchange_ms"]
     figures["hidden_ms"] = max(alone_ms - figures["step_ms"], 0.0)
@@ -246,17 +259,6 @@ def _imbalance(of_groups: Sequence[Sequence[float]]) -> float:
     return sum(map(max, of_groups)) / mean if mean else 1.0
 
 
-def _method_settings(method: Method) -> Figures:
-    if not isinstance(method, NewtonSchulz):
-        return {"optimizer": method.products}
-    iteration = method.iteration
-    return {
-        "ns": iteration.method,
-        "ns_dtype": "bf16" if iteration.half else "fp32",
-        "ns_steps": iteration.steps,
-    }
-
-
 def _group_figures(item: GroupPlan, settings: PlanSettings) -> Figures:
     layout = item.plan.layout
     state_bytes = settings.momentum_bytes * item.held
@@ -268,7 +270,7 @@ def _group_figures(item: GroupPlan, settings: PlanSettings) -> Figures:
         **plan_figures.figures(item.plan),
         "parameters": sum(matrix.numel for matrix in layout.matrices),
         "momentum_bytes": round(state_bytes.max()),
-        "extra_bytes": int(item.extra.max()),
+        "extra_bytes": int(item.plan.step_bytes.max()),
         **asdict(item.times),
     }
 

@@ -5,8 +5,8 @@ The model is built on the meta device; nothing is downloaded. Settings are the d
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch.distributed.tensor import placement_types
 
 from megatron_muon import shipped
 from megatron_muon.core.cost import AUTO, Iteration
-from megatron_muon.core.layout import Layout, Matrix, Shards
+from megatron_muon.core.layout import Layout, Shards
 from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.errors import UserError, reason_of
 from megatron_muon.fsdp.selection import select
@@ -41,17 +41,17 @@ def read_transformers(
     selection = select(model)
     matrices = []
     others = 0
-    shards_of: dict[View, list[Shards]] = {}
     for parameter, choice in selection.choices.items():
         view = choice.view
         if choice.why:
             others += parameter.numel()
             continue
-        if view not in shards_of:
-            shards_of[view] = _shards_of(view, world_size, ep)
-        for matrix, shards in zip(choice, shards_of[view], strict=True):
+        for matrix, shards in zip(choice, _shards_of(view, world_size, ep), strict=True):
             matrices.append(replace(matrix, shards=shards))
-    return *_fully_sharded(world_size, matrices, hardware), others / world_size
+    method = NewtonSchulz(Iteration("simple", 5), scale_mode="shape_scaling")  # Muon's defaults
+    settings = PlanSettings(None, hardware.sizes(method, AUTO))
+    layout = Layout(world_size, tuple(matrices))
+    return settings, [Group("fully_shard", layout)], others / world_size
 
 
 def _build_on_meta(path: Path) -> Any:
@@ -73,14 +73,7 @@ def _build_on_meta(path: Path) -> Any:
         raise UserError(f"--hf {path}: transformers cannot build it: {reason}") from None
 
 
-def _fully_sharded(
-    ranks: int, matrices: Iterable[Matrix], hardware: Hardware
-) -> tuple[PlanSettings, list[Group]]:
-    method = NewtonSchulz(Iteration("simple", 5), scale_mode="shape_scaling")  # Muon's defaults
-    layout = Layout(ranks, tuple(matrices))
-    return PlanSettings(None, hardware.sizes(method, AUTO)), [Group("fully_shard", layout)]
-
-
+@functools.cache
 def _shards_of(view: View, world_size: int, ep: int) -> list[Shards]:
     """The shards of each matrix of a parameter, with stacks of experts over `ep` ranks.
 

@@ -73,15 +73,11 @@ def pretrain_program() -> tuple[str, ...]:
     return (str(script),) if script.is_file() else ("-m", "megatron_muon.pretrain_gpt")
 
 
-def _new_lines(file: BinaryIO) -> Iterator[str]:
+def _new_lines(file: BinaryIO) -> list[str]:
     """Lines that others have appended to a file; an unfinished one is left for the next call."""
-    start = file.tell()
-    for line in iter(file.readline, b""):
-        if not line.endswith(b"\n"):
-            file.seek(start)
-            return
-        start = file.tell()
-        yield line[:-1].decode("utf-8", "replace")
+    *lines, unfinished = file.read().split(b"\n")
+    file.seek(-len(unfinished), os.SEEK_CUR)
+    return [line.decode("utf-8", "replace") for line in lines]
 
 
 def watch(

@@ -126,10 +126,11 @@ def _validated(
     config = opened.config
     assert config is not None
     left_out = config_file.of_muon(config, line.flags)
-    settings = []
-    for flag, values in config.flags:
-        if flag not in left_out:
-            settings.append(Setting(flag, values, str(config.origins[flag])))
+    settings = [
+        Setting(flag, values, str(config.origins[flag]))
+        for flag, values in config.flags
+        if flag not in left_out
+    ]
     layers = {
         FROM_LINE: config_file.pairs(line.flags, actions),
         FROM_FOLDER: config_file.pairs(placed, actions),

@@ -41,18 +41,39 @@ def configure(parser: CommandParser) -> None:
         " file. --unset FLAG removes a flag set there"
     )
     add = parser.add_argument
-    words = "experiment file; optional with --resume --out DIR"
-    add("--config", type=Path, metavar="FILE", help=words)
-    words = "ranks on this machine (default: one per GPU, or 1 without GPUs)"
-    add("--nproc", type=positive, metavar="N", help=words)
-    words = "the run's folder, for all output that no flag redirects (default: runs/NAME-TIME)"
-    add("--out", type=Path, metavar="DIR", help=words)
-    words = "continue from the run's own checkpoint, if there is one"
-    add("--resume", action="store_true", help=words)
-    words = "write no checkpoint (by default, a run saves at its end and on Ctrl-C or SIGTERM)"
-    add("--no-save", action="store_true", help=words)
-    words = "check and show all settings without starting or writing anything"
-    add("--dry-run", action="store_true", help=words)
+    add(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="experiment file; optional with --resume --out DIR",
+    )
+    add(
+        "--nproc",
+        type=positive,
+        metavar="N",
+        help="ranks on this machine (default: one per GPU, or 1 without GPUs)",
+    )
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="the run's folder, for all output that no flag redirects (default: runs/NAME-TIME)",
+    )
+    add(
+        "--resume",
+        action="store_true",
+        help="continue from the run's own checkpoint, if there is one",
+    )
+    add(
+        "--no-save",
+        action="store_true",
+        help="write no checkpoint (by default, a run saves at its end and on Ctrl-C or SIGTERM)",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="check and show all settings without starting or writing anything",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
