@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron_muon.core.layout import Layout, Matrix, RowSplit, as_shards, whole
+from megatron_muon.core.layout import Layout, Matrix, RowSplit, Shard, Shards, whole
 
 HEAD_SIZE = 64
 SIDES = {
@@ -43,10 +43,11 @@ def _even(
     split: RowSplit | None = None,
 ) -> Matrix:
     rows, rest = divmod(shape[0], ranks)
-    rectangles = []
+    shards = []
     start = 0
     for rank in range(ranks):
         count = rows + (rank < rest)
-        rectangles.append((start, count, 0, shape[1]))
+        if count:
+            shards.append(Shard(rank, start, count, 0, shape[1]))
         start += count
-    return Matrix(name, shape, as_shards(rectangles), split or whole(shape[0]))
+    return Matrix(name, shape, Shards(shards), split or whole(shape[0]))

@@ -67,12 +67,11 @@ class TeamRules:
         """The error for a size that these ranks cannot have."""
         if self.size in (0, *self.sizes):
             return None
-        reason = "is more than the ranks of a node that share these matrices"
         largest = replace(self, size=0).sizes[-1]
         return SettingError(
             "muon_team_size",
             self.size,
-            reason,
+            "is more than the ranks of a node that share these matrices",
             f"use auto, or {largest}",
         )
 
@@ -305,7 +304,10 @@ class _Placement:
         total = sum(sum(each.loads) for each in divisions)
         state = sum(sum(each.kept) for each in divisions)
         self._per_byte = total / state if state else 0.0
-        work = [(self._largest(each), len(each.loads)) for each in divisions]
+        work = []
+        for each in divisions:
+            largest = max(each.heaviest, max(each.kept) * self._per_byte)
+            work.append((largest, len(each.loads)))
         mean = total / ranks
         fair = max(mean, max(work)[0])
         self._loads = np.zeros(ranks)
@@ -341,10 +343,6 @@ class _Placement:
             [teams[index] for index in range(len(teams))],
             heaviest,
         )
-
-    def _largest(self, division: _Division) -> float:
-        """The larger of work and state on the rank that has most of it, in the unit of work."""
-        return max(division.heaviest, max(division.kept) * self._per_byte)
 
     def _owners(
         self,

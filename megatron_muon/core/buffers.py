@@ -91,7 +91,16 @@ class Sizes:
             work |= Counter(self.method.work_bytes(kind, count, size))
         for number in range(self.whole):
             work[f"{WHOLE}{number}"] = ROW_BYTES * contents.largest_matrix
-        ahead, behind = _places(work, chunk if is_batch else lane)
+        # rows are in the stacks by then
+        free = chunk if is_batch else lane
+        ahead = {}
+        behind = {}
+        for name, needed in sorted(work.items(), key=lambda item: -item[1]):
+            if aligned(needed) <= free:
+                ahead[name] = needed
+                free -= aligned(needed)
+            else:
+                behind[name] = needed
         stack_bytes = aligned(stacks * size)
         scratch = stack_bytes + sum(map(aligned, behind.values()))
         scratch = scratch + chunk if is_batch else max(scratch, chunk)
@@ -101,28 +110,6 @@ class Sizes:
     def most_numel(self) -> int:
         """Elements of a chunk at most, unless a shard is larger."""
         return sys.maxsize if self.apart else self.chunk_numel
-
-
-def _places(
-    work: Mapping[str, int],
-    free: int,
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Put a method's buffers in `free` bytes, whose rows are in the stacks by then.
-
-    Large ones first; those that do not fit lie behind the stacks.
-    """
-    ahead = {}
-    behind = {}
-    for name, size in sorted(
-        work.items(),
-        key=lambda item: -item[1],
-    ):
-        if aligned(size) <= free:
-            ahead[name] = size
-            free -= aligned(size)
-        else:
-            behind[name] = size
-    return ahead, behind
 
 
 class Contents(NamedTuple):

@@ -106,7 +106,13 @@ def make_waves(
             the buffer is too small.
         RuntimeError: ranks have made different plans.
     """
-    _check_state(scheme, method)
+    if scheme == SHARED and method.has_state:
+        raise SettingError(
+            "muon_share_replicated",
+            True,
+            f"cannot be: {type(method).__name__} keeps state, which every replica has to save",
+            "use False",
+        )
     wire = options.wire if scheme in (OWNER, SHARED) else "fp32"
     sizes = sizes_of(method, wire, rules, processor=options.device.type == "cpu")
     sizes = replace(sizes, broadcast=scheme == SHARED)
@@ -119,7 +125,15 @@ def make_waves(
         layout, _ = replicated_layout(layout.matrices, 1)
         group = Alone()
     team_rules = _team_rules(options, group, method, rules) if scheme == OWNER else None
-    plan = plan or _plan_of(layout, sizes, options, team_rules)
+    if plan is None:
+        mebibytes = options.buffer_mb
+        plan = make_plan(
+            layout,
+            [method.flops(matrix) for matrix in layout.matrices],
+            sizes=sizes,
+            buffer_bytes=None if mebibytes is None else int(mebibytes * 2**20),
+            rules=team_rules and team_rules.possible(),
+        )
     _compare(plan, group)
     connect([group], options.device)
     teams = make_teams(group, plan.teams)
@@ -135,34 +149,6 @@ def make_waves(
     made = _lay_out(scheme, carrier, plan.waves, teams, sizes, options, plan)
     unmet = team_rules.unmet() if team_rules else None
     return replace(made, plan=None if scheme == LOCAL else plan, unmet=unmet)
-
-
-def _check_state(scheme: str, method: Method) -> None:
-    """Raise a SettingError if replicas share work on state, which each of them has to save."""
-    if scheme == SHARED and method.has_state:
-        raise SettingError(
-            "muon_share_replicated",
-            True,
-            f"cannot be: {type(method).__name__} keeps state, which every replica has to save",
-            "use False",
-        )
-
-
-def _plan_of(
-    layout: Layout,
-    sizes: Sizes,
-    options: StepOptions,
-    team_rules: TeamRules | None,
-) -> Plan:
-    """The plan of a layout."""
-    mebibytes = options.buffer_mb
-    return make_plan(
-        layout,
-        [sizes.method.flops(matrix) for matrix in layout.matrices],
-        sizes=sizes,
-        buffer_bytes=None if mebibytes is None else int(mebibytes * 2**20),
-        rules=team_rules and team_rules.possible(),
-    )
 
 
 def sizes_of(
@@ -200,8 +186,7 @@ def _lay_out(
         [route_bytes(batch, sizes) for of_wave in batches for batch in of_wave],
         apart=sizes.apart,
     )
-    nbytes = buffers.nbytes
-    memory = StepMemory(options.device, nbytes, options.shared, is_freed=options.is_freed)
+    memory = StepMemory(options.device, buffers.nbytes, options.shared, is_freed=options.is_freed)
     space = Space(memory, buffers, sizes)
 
     def make(number: int, route: Route) -> Wave:

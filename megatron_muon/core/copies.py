@@ -15,6 +15,8 @@ from torch import Tensor
 MAX_DIMS = 4
 """Dimensions of a merged copy: kernels for strided copies do well up to here."""
 
+NOWHERE = -1
+"""The target of a copy that only `tiles` take: without a far end."""
 
 Dims = tuple[tuple[int, int, int], ...]
 """For each dimension of a copy its elements, and its strides at source and target."""

@@ -1,4 +1,4 @@
-"""Choice of the Newton-Schulz iteration for a block, its cost in operations, its buffers in bytes.
+"""Choice of the Newton-Schulz iteration for a block, and its cost in operations.
 
 A product of `(m, k) @ (k, n)` counts 2 m n k operations; normalization and elementwise work are
 left out. Plain arithmetic on shapes, for training, `plan` and the floor of `benchmarks.step`
@@ -8,11 +8,8 @@ alike.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-from megatron_muon.core.slices import BlockKind
 
 Coefficients = Sequence[tuple[float, float, float]]
 """`(a, b, c)` of each step's polynomial a x + b x^3 + c x^5."""
@@ -189,46 +186,3 @@ class Iteration:
             moved_bytes = 2 * (team - 1) / team * 4 * m * m  # X X^T in fp32
             total += runs * (self.products.per_sum + self.products.per_byte * moved_bytes)
         return round(total)
-
-    def together(self, kind: BlockKind) -> int:
-        """Number of blocks that are iterated together, the same on all ranks of a team.
-
-        On a GPU small ones are more than `TOGETHER`: as many as have the device at work for twice
-        as long as the host takes for the launches of an iteration.
-        """
-        numel = kind.smaller * -(-kind.longer // kind.team)
-        if self.products is HALVES:
-            return max(1, TOGETHER["cpu"] // numel)
-        hides_launches = math.ceil(WORK_OF_LAUNCHES / (20 * kind.smaller * numel))
-        return max(1, TOGETHER["cuda"] // numel, min(MOST_TOGETHER // numel, hides_launches))
-
-    def work_bytes(
-        self,
-        kind: BlockKind,
-        count: int,
-        element_bytes: int,
-    ) -> dict[str, int]:
-        """Bytes of buffers by name, for a stack of `count` blocks of `element_bytes` an element."""
-        iteration = self.with_steps(kind.steps)
-        method = iteration.method_for(
-            kind.smaller,
-            kind.longer,
-            kind.team,
-        )
-        each = 2 if self.half else 4
-        rows = min(count, self.together(kind)) * kind.smaller
-        wide = rows * kind.length * each
-        small = rows * kind.smaller * each
-        sizes = {
-            "wide": wide,
-            "r": small,
-            "z": small,
-        }
-        if max(iteration.runs(method)) > 1:
-            sizes["q"] = small
-            sizes["t"] = small
-        if kind.team > 1:
-            sizes["sum"] = 4 * rows * kind.smaller  # in fp32
-        if each != element_bytes:
-            sizes["x"] = wide
-        return sizes

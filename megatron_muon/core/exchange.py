@@ -152,6 +152,7 @@ def make_route(
         units.stacks,
         Leg(sent, received, units.from_rows(out), to_stacks(out + arrived)),
         Leg(returned, back, units.from_rows(updates), to_stacks(leaving + updates)),
+        units.unsent(lambda unit: unit.source == rank),
     )
 
 

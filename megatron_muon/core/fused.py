@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, override
+from typing import Any, override
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_muon.core import launches, wave_tables
 from megatron_muon.core.copies import Copy
 from megatron_muon.core.group_numbers import acts
-from megatron_muon.core.passes import COUPLED, DECOUPLED, Passes
+from megatron_muon.core.passes import COUPLED, Passes
 from megatron_muon.core.probe import Probe
 from megatron_muon.core.rows import Rows
 from megatron_muon.core.rules.cautious import CautiousDecay
@@ -26,7 +26,7 @@ from megatron_muon.core.wave import Wave, WaveStack
 from megatron_muon.core.wave_tables import Tables
 from megatron_muon.errors import UserError
 
-_NUMBERS = 8
+_NUMBERS = 6
 """Numbers of a group, as `kernels.GROUP` has them."""
 
 _NO_DECAY, _DECOUPLED, _CAUTIOUS = range(3)
@@ -37,33 +37,10 @@ _FUSED: tuple[type[Rule], ...] = (AdaMuon, NorMuon, CautiousDecay, Hyperball)
 """Rules that the kernels have."""
 
 
-class Records(Protocol):
-    """Momentum on the device that is not stored beside the rows in fp32."""
-
-    @property
-    def format(self) -> int:
-        """`kernels.FP32`, `BF16` or `INT8`."""
-
-    def addresses(self, index: int) -> tuple[int, int]:
-        """Of a matrix's elements and scales."""
-
-    def seeds(self, index: int) -> tuple[int, int, int, int]:
-        """Of the noise of rows and of columns in this step; first row and column of the shard."""
-
-
 def can_fuse(device: torch.device, rules: Sequence[Rule], decay: str) -> bool:
     """True if kernels have these rules, and this decay."""
     known = all(type(rule) in _FUSED for rule in rules)
     return launches.has_kernels(device) and known and decay != COUPLED
-
-
-def _send(target: Tensor, values: Sequence[float]) -> Tensor:
-    """Copy numbers of the host to a device, which it need not wait for; keep what it returns."""
-    host = torch.tensor(values, dtype=target.dtype)
-    if target.is_cuda:
-        host = host.pin_memory()
-    target.copy_(host, non_blocking=True)
-    return host
 
 
 @dataclass
@@ -78,25 +55,37 @@ class _Sent:
         """Take values; True if they are new."""
         if values == self.seen:
             return False
-        self._host = _send(self.on_device, values)
+        host = torch.tensor(values, dtype=self.on_device.dtype)
+        if self.on_device.is_cuda:
+            host = host.pin_memory()
+        self.on_device.copy_(host, non_blocking=True)
+        self._host = host  # the copy may not have been made yet
         self.seen = values
         return True
 
 
 @dataclass
 class _Addresses(_Sent):
-    """Addresses of one kind of tensors, one for each held matrix."""
+    """Addresses of one kind of tensors, one for each held matrix.
+
+    `aligned`: elements of two bytes, at most 16, of which addresses are multiples.
+    """
 
     dtype: torch.dtype = torch.float32
     aligned: int = 1
 
+    @override
+    def look(self, values: Sequence[Any]) -> bool:
+        has_moved = super().look(values)
+        if has_moved:
+            bits = functools.reduce(operator.or_, values, 32)
+            self.aligned = max(1, (bits & -bits) // 2)
+        return has_moved
+
     def look_at(self, tensors: Sequence[Tensor | None]) -> bool:
         """Take the addresses of tensors of one dtype; True if some tensor has moved."""
         self.dtype = next((one.dtype for one in tensors if one is not None), self.dtype)
-        has_moved = self.look([0 if one is None else one.data_ptr() for one in tensors])
-        if has_moved:
-            self.aligned = _alignment(self.seen)
-        return has_moved
+        return self.look([0 if one is None else one.data_ptr() for one in tensors])
 
     @property
     def is_half(self) -> bool:
@@ -104,25 +93,13 @@ class _Addresses(_Sent):
         return self.dtype is torch.bfloat16
 
 
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _alignment(addresses: Sequence[Any]) -> int:
-    """Elements of two bytes, at most 16, of which addresses are multiples."""
-    bits = functools.reduce(operator.or_, addresses, 32)
-    return max(1, (bits & -bits) // 2)
-
-
 def _alike(gradients: list[Tensor | None]) -> list[Tensor | None]:
     """Gradients, contiguous and of one dtype: copies, in fp32, of those that are not."""
     dtypes = {one.dtype for one in gradients if one is not None}
+    dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
     have_gaps = any(not (one is None or one.is_contiguous()) for one in gradients)
-    if not have_gaps and len(dtypes) <= 1 and dtypes <= {torch.float32, torch.bfloat16}:
+    if not have_gaps and dtypes <= {dtype}:
         return gradients
-    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-    if dtype not in (torch.float32, torch.bfloat16):
-        dtype = torch.float32
     return [None if one is None else one.to(dtype).contiguous() for one in gradients]
 
 
@@ -131,7 +108,6 @@ class FusedPasses(Passes):
 
     Args:
         waves: of the step, with their batches.
-        records: momentum that is not fp32 beside the rows.
     """
 
     def __init__(
@@ -140,14 +116,11 @@ class FusedPasses(Passes):
         rules: Sequence[Rule],
         *,
         waves: Sequence[Wave] = (),
-        levels: bool = True,
-        records: Records | None = None,
-        nesterov: bool = True,
-        decay: str = DECOUPLED,
+        **options: Any,
     ) -> None:
-        super().__init__(rows, rules, nesterov=nesterov, decay=decay, levels=levels)
+        super().__init__(rows, rules, **options)
         self._waves = [each for wave in waves for each in (wave, *wave.batches)]
-        self._records = records
+        self._momentum = rows.kept_momentum
         self._tables: dict[int, Tables] = {}
         self._is_measured = self._is_under_way = False
         self._dense: list[tuple[bool, torch.dtype]] | None = None
@@ -177,7 +150,8 @@ class FusedPasses(Passes):
         held = self.rows.held
         gradients = [self.rows.gradients[index] for index in held]
         self._regular = _alike(gradients)
-        if self._regular is not gradients and _is_capturing(self.rows.order.device):
+        is_gpu = self.rows.order.is_cuda
+        if self._regular is not gradients and is_gpu and torch.cuda.is_current_stream_capturing():
             raise UserError("cuda_graph=True needs contiguous gradients of one dtype, fp32 or bf16")
         self._gradients.look_at(self._regular)
         weights = [self.rows.weights(index) for index in held]
@@ -187,8 +161,8 @@ class FusedPasses(Passes):
                 self._dense = dense
                 self._make_tables()
         self._read_groups(self.rows.groups)
-        if self._records is not None:
-            self._seeds.look([seed for index in held for seed in self._records.seeds(index)])
+        if self._momentum.format:
+            self._seeds.look([seed for index in held for seed in self._momentum.seeds(index)])
 
     @override
     def begin(self, probe: Probe) -> None:
@@ -212,36 +186,36 @@ class FusedPasses(Passes):
         tensors = [self.rows.order, self._gradients.on_device, failed]
         flags = [self._gradients.is_half]
         element_bytes = self._gradients.dtype.itemsize
-        self._run("find", self._shards, tensors, element_bytes, flags, self._gradients.aligned)
+        self._shards.launch("find", tensors, element_bytes, flags, self._gradients.aligned)
 
     def _make_tables(self) -> None:
         held = self.rows.held
         self._tables.clear()
         places = {index: place for place, index in enumerate(held)}
-        shards = []
-        dtypes = {self.rows.weights(index).dtype for index in held}
+        assert self._dense is not None
+        whole = []
+        dtypes = {dtype for _, dtype in self._dense}
+        is_int8 = self._momentum.format == wave_tables.INT8
         is_known = len(dtypes) <= 1 and dtypes <= {torch.float32, torch.bfloat16}
         for wave in self._waves:
-            shards += [(row.shard.rows, row.shard.cols) for row in wave.route.rows]
-            weights = [self.rows.weights(row.of) for row in wave.route.rows]
-            is_dense = is_known and all(one.is_contiguous() for one in weights)
-            if is_dense and self._has_whole_scales(wave):
+            is_dense = is_known
+            for of, shard, _ in wave.route.rows:
+                is_dense = is_dense and self._dense[places[of]][0]
+                sides = (shard.rows, shard.cols, shard.cols), (shard.cols, 1, 1)
+                whole.append(Copy(0, 0, ((1, 0, 0), *sides)))
+            if is_dense and (not is_int8 or wave_tables.keeps_scales(wave)):
                 tables = Tables(wave, places, norms=self._norms, sphere=self._sphere)
                 self._tables[id(wave)] = tables
-        whole = [Copy(0, 0, ((1, 0, 0), (r, c, c), (c, 1, 1))) for r, c in shards]
         self._shards = tiles_of(whole, range(len(whole)), self.rows.order.device)
-        if self._records is None:
-            self._momenta.look_at([self.rows.momentum[index] for index in held])
-        else:
-            found = [self._records.addresses(index) for index in held]
-            self._momenta.look([elements for elements, _ in found])
-            self._momenta.aligned = _alignment(self._momenta.seen)
-            self._scales.look([scales for _, scales in found])
+        found = [self._momentum.addresses(index) for index in held]
+        self._momenta.look([elements for elements, _ in found])
+        self._scales.look([scales for _, scales in found])
         second = self._divisor or self._norms
         if second is not None:
             self._row_scales.look_at([second.row_scales[index] for index in held])
         if self._divisor is not None:
-            self._moments.look_at([self._moment_of(index) for index in held])
+            moments = self.rows.state(MOMENT2)
+            self._moments.look_at([moments[index] for index in held])
         elif self._norms is not None:
             first_neurons = []
             for index in held:
@@ -250,16 +224,6 @@ class FusedPasses(Passes):
             self._moments.look(first_neurons)
         if self._sphere is not None:
             self._sphere.move = self._move
-
-    def _moment_of(self, index: int) -> Tensor:
-        return self.rows.state(MOMENT2)[index]
-
-    def _has_whole_scales(self, wave: Wave) -> bool:
-        """Columns are cut where blocks of one scale are, if there are scales."""
-        if self._records is None or self._records.format != wave_tables.INT8:
-            return True
-        cols = {row.of: row.shard.cols for row in wave.route.rows}
-        return wave_tables.keeps_scales(wave, cols)
 
     def _read_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         known: dict[int, int] = {}
@@ -274,13 +238,11 @@ class FusedPasses(Passes):
                 numbers += [0.0] * _NUMBERS
                 continue
             share, beta2 = group["momentum"], group.get("beta2", 0.0)
-            of_group = [share, 1.0 - share, group["lr"], group["weight_decay"]]
-            of_group += [1.0 - beta2, group.get("eps", 0.0)]
-            numbers += of_group + [0.0] * (_NUMBERS - len(of_group))
+            numbers += [share, 1.0 - share, group["lr"], group["weight_decay"]]
+            numbers += [1.0 - beta2, group.get("eps", 0.0)]
         if self._numbers.on_device.numel() != len(numbers):
             self._numbers = _Sent(self._numbers.on_device.new_zeros(len(numbers)))
-        known_numbers = [0.0 if torch.is_tensor(one) else one for one in numbers]
-        self._numbers.look(known_numbers)
+        self._numbers.look([0.0 if torch.is_tensor(one) else one for one in numbers])
         for place, one in enumerate(numbers):
             if torch.is_tensor(one):
                 self._numbers.on_device[place].copy_(one)
@@ -289,33 +251,16 @@ class FusedPasses(Passes):
         """A wave's tables; None where torch operations take it: rows have gaps, or are measured."""
         return None if self._is_measured else self._tables.get(id(wave))
 
-    def _run(
-        self,
-        kernel: str,
-        tiles: Tiles | None,
-        tensors: Sequence[Tensor],
-        element_bytes: int,
-        flags: Sequence[int] = (),
-        aligned: int = 16,
-    ) -> None:
-        """Launch a kernel on tiles, which moves so many bytes for an element."""
-        if tiles is not None:
-            constants = [*map(int, flags), *tiles.shape, min(aligned, tiles.aligned)]
-            constants.append(tiles.tall_aligned)
-            given = [tiles.tiles, tiles.pieces, *tensors]
-            launches.launch(kernel, len(tiles.tiles), given, constants, tiles.numel * element_bytes)
-
     @override
     def advance(self, wave: Wave) -> None:
         tables = self._tables_of(wave)
-        if tables is None or (tiles := tables.advance) is None:
-            return super().advance(wave) if tables is None else None
+        if tables is None:
+            return super().advance(wave)
         rows = self.rows
         out = wave.stack_memory if wave.route.is_batch else wave.lane
         failed = self._numbers.on_device if rows.failed is None else rows.failed
-        stored = 0 if self._records is None else self._records.format
+        stored = self._momentum.format
         tensors = [
-            rows.order if tiles.slots is None else tiles.slots,
             rows.order,
             self._gradients.on_device,
             self._momenta.on_device,
@@ -328,12 +273,12 @@ class FusedPasses(Passes):
             *tables.levels,
         ]
         flags = [self._gradients.is_half, stored, self._nesterov, rows.failed is not None]
-        flags += [tiles.slots is not None, not wave.agreement.is_among_ranks, self._levels]
+        flags += [wave.route.is_batch, not wave.agreement.is_among_ranks, self._levels]
         element_bytes = self._gradients.dtype.itemsize + out.dtype.itemsize
         element_bytes += 2 * (4, 2, 1)[stored]
         aligned = min(self._gradients.aligned, self._momenta.aligned)
         with self._probe.phase("momentum"):
-            self._run("advance", tiles, tensors, element_bytes, flags, aligned)
+            tables.advance.launch("advance", tensors, element_bytes, flags, aligned)
 
     @override
     def fill(self, wave: Wave) -> None:
@@ -342,7 +287,7 @@ class FusedPasses(Passes):
             return super().fill(wave)
         tensors = [wave.lane, wave.stack_memory, *tables.levels]
         flags = [not wave.agreement.is_among_ranks, self._levels]
-        self._run("fill", tables.fill, tensors, 2 * wave.lane.dtype.itemsize, flags)
+        tables.fill.launch("fill", tensors, 2 * wave.lane.dtype.itemsize, flags)
 
     @override
     def measure(self, wave: Wave) -> Tensor:
@@ -366,21 +311,13 @@ class FusedPasses(Passes):
         if tables is None:
             super().finish(wave, factors)
         elif tables.neurons is not None and not self._is_direct(wave):
-            scales = self._advance_neurons(tables, wave.stack_memory)
-            tables.neurons.normalize(wave.stack_memory, scales)
+            groups = self._all_groups.on_device, self._numbers.on_device
+            tables.neurons.advance(wave.stack_memory, tables.factors, groups)
+            tables.neurons.normalize(wave.stack_memory)
 
     def _is_direct(self, wave: Wave) -> bool:
         """Weights descend right along the updates that the method leaves, with NorMuon's factors."""
         return wave.route.is_batch and len(wave.stacks) == 1 and wave.keeps_dtype
-
-    def _advance_neurons(self, tables: Tables, updates: Tensor) -> Tensor:
-        """Advance second moments of neurons; factors of all neurons, `(neurons,)` fp32."""
-        assert tables.neurons is not None
-        assert self._norms is not None
-        moments = self._norms.moments_of_neurons
-        groups = [self._all_groups.on_device, self._numbers.on_device]
-        tables.neurons.advance(updates, tables.factors, moments, groups)
-        return moments[2]
 
     @override
     def take(self, wave: Wave, number: int, updates: Tensor) -> Tensor | None:
@@ -390,8 +327,9 @@ class FusedPasses(Passes):
         """
         tables = self._tables_of(wave)
         blocks = wave.stacks[number].blocks
-        if tables is not None and self._norms is not None and self._is_direct(wave):
-            self._advance_neurons(tables, updates)
+        if tables is not None and tables.neurons is not None and self._is_direct(wave):
+            groups = self._all_groups.on_device, self._numbers.on_device
+            tables.neurons.advance(updates, tables.factors, groups)
             self._descend(tables, tables.descend, updates, moment=_OF_NEURONS)
         elif tables is None or not tables.parts:
             super().take(wave, number, updates)
@@ -419,16 +357,13 @@ class FusedPasses(Passes):
         tables = self._tables_of(wave)
         if tables is None:
             super().drain(wave)
-        elif tables.parts:
-            for tiles, updates in tables.left:
-                self._drain(tiles, wave.lane, updates)
-            tables.left.clear()
-            tables.spare = None
-        else:
-            self._drain(tables.drain, wave.lane, wave.stack_memory)
-
-    def _drain(self, tiles: Tiles | None, lane: Tensor, stacks: Tensor) -> None:
-        self._run("drain", tiles, [lane, stacks], lane.dtype.itemsize + stacks.dtype.itemsize)
+            return
+        left = tables.left if tables.parts else [(tables.drain, wave.stack_memory)]
+        for tiles, updates in left:
+            element_bytes = wave.lane.dtype.itemsize + updates.dtype.itemsize
+            tiles.launch("drain", [wave.lane, updates], element_bytes)
+        tables.left.clear()
+        tables.spare = None
 
     @override
     def descend(self, wave: Wave) -> None:
@@ -443,12 +378,10 @@ class FusedPasses(Passes):
     def _descend(
         self,
         tables: Tables,
-        tiles: Tiles | None,
+        tiles: Tiles,
         updates: Tensor,
         moment: int = 0,
     ) -> None:
-        if tiles is None:
-            return
         if self._divisor is not None:
             moment = _OF_ELEMENTS
         holds = self._sphere is not None
@@ -475,7 +408,7 @@ class FusedPasses(Passes):
         if holds:
             aligned = min(aligned, self._gradients.aligned)
         with self._probe.phase("apply"):
-            self._run("descend", tiles, tensors, element_bytes, flags, aligned)
+            tiles.launch("descend", tensors, element_bytes, flags, aligned)
             if self._sphere is not None:
                 tables.add_up(tiles, self._sphere.sums)
 
@@ -494,4 +427,4 @@ class FusedPasses(Passes):
         element_bytes = 2 * self._weights.dtype.itemsize + self._gradients.dtype.itemsize
         aligned = min(self._weights.aligned, self._gradients.aligned)
         for tables in self._tables.values():
-            self._run("move", tables.descend, tensors, element_bytes, flags, aligned)
+            tables.descend.launch("move", tensors, element_bytes, flags, aligned)

@@ -44,6 +44,7 @@ class ToEveryRank(ToOwners):
                 units.from_rows(updates),
                 to_stacks(updates),
             ),
+            units.unsent(lambda unit: unit.shard.rank == self.rank),
         )
 
     def send_rows(self, message: Message, probe: Probe) -> Any:

@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
-PIECE = tl.constexpr(9)
+PIECE = constexpr(10)
 """Fields of a piece: `core.tiles`."""
-GROUP = tl.constexpr(8)
+GROUP = constexpr(6)
 """Numbers of a group: share of momentum, one minus it, lr, decay, one minus beta2, eps."""
-FP32, BF16, INT8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+FP32, BF16, INT8 = constexpr(0), constexpr(1), constexpr(2)
 """Formats of momentum."""
-SCALE_COLS = tl.constexpr(128)
+SCALE_COLS = constexpr(128)
 """Columns that share a scale in int8: `offload.codecs`."""
-NONE, DECOUPLED, CAUTIOUS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+NONE, DECOUPLED, CAUTIOUS = constexpr(0), constexpr(1), constexpr(2)
 """Kinds of decay."""
-OF_ELEMENTS, OF_NEURONS = tl.constexpr(1), tl.constexpr(2)
+OF_ELEMENTS, OF_NEURONS = constexpr(1), constexpr(2)
 """Kinds of second moments, beside NONE."""
-LEVEL_SIZE = tl.constexpr(2048)
+FIRST, SECOND = constexpr(0x7FEB352D), constexpr(0x846CA68B)
+"""Multipliers of lowbias32: `offload.codecs`."""
+LEVEL_SIZE = constexpr(2048)
 """Elements that a program multiplies at a time."""
-LEAST_BITS, MOST_BITS = tl.constexpr(0x2B800000), tl.constexpr(0x53800000)
+LEAST_BITS, MOST_BITS = constexpr(0x2B800000), constexpr(0x53800000)
 """Magnitudes of 2^-40 and 2^40, between which blocks are iterated as they are."""
 
 
@@ -32,28 +35,22 @@ LEAST_BITS, MOST_BITS = tl.constexpr(0x2B800000), tl.constexpr(0x53800000)
 def _tile(
     tiles,
     pieces,
-    rows: tl.constexpr,
-    cols: tl.constexpr,
-    aligned: tl.constexpr,
-    tall_aligned: tl.constexpr,
+    rows: constexpr,
+    cols: constexpr,
+    aligned: constexpr,
+    tall_aligned: constexpr,
 ):
-    """This program's piece, `(rows, 1)` and `(1, cols)` offsets in it, and their mask."""
-    number = tl.load(tiles + tl.program_id(0))
-    piece = pieces + number.to(tl.int64) * PIECE
+    """This program's piece, rows `(rows, 1)` and columns `(1, cols)` of it, near offsets, and their mask."""
+    piece = pieces + tl.load(tiles + tl.program_id(0)).to(tl.int64) * PIECE
     tile = tl.program_id(0) - tl.load(piece + 7)
     height = tl.multiple_of(tl.load(piece + 5), tall_aligned)
     width = tl.multiple_of(tl.load(piece + 6), aligned)
     across = tl.cdiv(width, cols)
     row = (tile // across * rows + tl.arange(0, rows))[:, None]
     col = (tile % across * cols + tl.arange(0, cols))[None, :]
-    return number, piece, row, col, (row < height) & (col < width)
-
-
-@triton.jit
-def _near(piece, row, col, aligned: tl.constexpr):
-    """Offsets at the near end."""
     start = tl.multiple_of(tl.load(piece + 1), aligned)
-    return start + row * tl.multiple_of(tl.load(piece + 2), aligned) + col
+    near = start + row * tl.multiple_of(tl.load(piece + 2), aligned) + col
+    return piece, row, col, near, (row < height) & (col < width)
 
 
 @triton.jit
@@ -65,7 +62,7 @@ def _in_shard(piece, row, col):
 
 
 @triton.jit
-def _load_far(far, piece, row, col, inside, aligned: tl.constexpr, tall_aligned: tl.constexpr):
+def _load_far(far, piece, row, col, inside, aligned: constexpr, tall_aligned: constexpr):
     """Values of the far end, where columns may be rows."""
     start = tl.load(piece + 3)
     stride = tl.load(piece + 4)
@@ -79,9 +76,7 @@ def _load_far(far, piece, row, col, inside, aligned: tl.constexpr, tall_aligned:
 
 
 @triton.jit
-def _store_far(
-    far, piece, row, col, values, inside, aligned: tl.constexpr, tall_aligned: tl.constexpr
-):
+def _store_far(far, piece, row, col, values, inside, aligned: constexpr, tall_aligned: constexpr):
     """Write values to the far end, if there is one."""
     start = tl.load(piece + 3)
     stride = tl.load(piece + 4)
@@ -95,10 +90,19 @@ def _store_far(
 
 
 @triton.jit
-def _pointer(addresses, of, dtype: tl.constexpr, aligned: tl.constexpr):
-    """A matrix's memory."""
+def _pointer(addresses, of, stored: constexpr, aligned: constexpr):
+    """A matrix's memory, in a format."""
+    half: constexpr = tl.bfloat16 if stored == BF16 else tl.int8
+    dtype: constexpr = tl.float32 if stored == FP32 else half
     pointer = tl.load(addresses + of).to(tl.pointer_type(dtype))
     return tl.multiple_of(pointer, 2 * aligned)
+
+
+@triton.jit
+def _read(addresses, of, near, inside, stored: constexpr, aligned: constexpr):
+    """Where a matrix's elements are, and their values in fp32."""
+    at = _pointer(addresses, of, stored, aligned) + near
+    return at, tl.load(at, mask=inside, other=0).to(tl.float32)
 
 
 @triton.jit
@@ -112,24 +116,15 @@ def _lerp(start, end, weight):
 
 
 @triton.jit
-def _note(largest, slot, values):
-    """Take the largest magnitude of values into that of a slot, as bits: NaN is the largest."""
-    bits = tl.abs(values).to(tl.float32).to(tl.int32, bitcast=True)
-    tl.atomic_max(largest + slot, tl.max(bits))
-
-
-@triton.jit
-def _mixed(bits, shift: tl.constexpr):
+def _mixed(bits, shift: constexpr):
     return bits ^ (bits >> shift)
 
 
 @triton.jit
 def _hash(numbers, seed):
     """`codecs._hashes`: lowbias32 of numbers xor a seed."""
-    first = tl.full((), 0x7FEB352D, tl.uint32)
-    second = tl.full((), 0x846CA68B, tl.uint32)
-    bits = _mixed(numbers.to(tl.uint32) ^ seed.to(tl.uint32), 16) * first
-    return _mixed(_mixed(bits, 15) * second, 16)
+    bits = _mixed(numbers.to(tl.uint32) ^ seed.to(tl.uint32), 16) * FIRST
+    return _mixed(_mixed(bits, 15) * SECOND, 16)
 
 
 @triton.jit
@@ -138,95 +133,61 @@ def _noise(seeds, of, row, col):
     seed = seeds + of * 4
     rows = _hash(row + tl.load(seed + 2), tl.load(seed))
     cols = _hash(col + tl.load(seed + 3), tl.load(seed + 1))
-    bits = _mixed((rows ^ cols) * tl.full((), 0x7FEB352D, tl.uint32), 15)
-    bits = bits * tl.full((), 0x846CA68B, tl.uint32)
+    bits = _mixed((rows ^ cols) * FIRST, 15) * SECOND
     return bits.to(tl.int32, bitcast=True) >> 16
 
 
 @triton.jit
-def _load_momentum(
-    momenta,
-    scales,
-    of,
-    piece,
-    row,
-    col,
-    inside,
-    stored: tl.constexpr,
-    aligned: tl.constexpr,
-):
-    """Momentum in fp32, from its format; in int8 a code stands for its square with its sign."""
-    near = _near(piece, row, col, aligned)
-    if stored == FP32:
-        at = _pointer(momenta, of, tl.float32, aligned) + near
-        momentum = tl.load(at, mask=inside, other=0.0)
-    elif stored == BF16:
-        at = _pointer(momenta, of, tl.bfloat16, aligned) + near
-        momentum = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    else:
-        at = _pointer(momenta, of, tl.int8, aligned) + near
-        roots = tl.load(at, mask=inside, other=0).to(tl.float32)
-        in_row, in_col = _in_shard(piece, row, col)
-        line = tl.cdiv(tl.load(piece + 2), SCALE_COLS)
-        scale = tl.load(scales + of).to(tl.pointer_type(tl.float32))
-        scale = tl.load(scale + in_row * line + in_col // SCALE_COLS, mask=inside, other=0.0)
-        momentum = roots * tl.abs(roots) * scale
-    return momentum
+def _scales_of(scales, of, piece, in_row):
+    """The scales of rows of a shard in int8."""
+    line = tl.cdiv(tl.load(piece + 2), SCALE_COLS)
+    return _pointer(scales, of, FP32, 1) + in_row * line
 
 
 @triton.jit
 def _store_momentum(
-    momenta,
+    at,
     scales,
     seeds,
     of,
     piece,
     row,
-    col,
+    in_row,
+    in_col,
     values,
     inside,
-    stored: tl.constexpr,
-    aligned: tl.constexpr,
+    stored: constexpr,
 ):
     """Store momentum in its format, rounded as `offload.codecs` does."""
-    near = _near(piece, row, col, aligned)
     if stored == FP32:
-        tl.store(_pointer(momenta, of, tl.float32, aligned) + near, values, mask=inside)
+        tl.store(at, values, mask=inside)
     else:
-        in_row, in_col = _in_shard(piece, row, col)
         noise = _noise(seeds, of, in_row, in_col)
         if stored == BF16:
             bits = values.to(tl.int32, bitcast=True) + (noise & 0xFFFF)
             bits = tl.where(values == values, bits, 0x7FC00000) >> 16
-            at = _pointer(momenta, of, tl.int16, aligned) + near
-            tl.store(at, bits.to(tl.int16), mask=inside)
+            tl.store(at, bits.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
         else:
-            at = _pointer(momenta, of, tl.int8, aligned) + near
-            line = tl.cdiv(tl.load(piece + 2), SCALE_COLS)
-            scale_at = tl.load(scales + of).to(tl.pointer_type(tl.float32))
-            scale_at += in_row * line
-            first = tl.min(in_col) // SCALE_COLS
             codes, scale = _companded(tl.where(inside, tl.abs(values), 0.0), noise)
             tl.store(at, tl.where(values < 0, -codes, codes).to(tl.int8), mask=inside)
-            block = first + tl.arange(0, scale.shape[1])[None, :]
+            block = tl.min(in_col) // SCALE_COLS + tl.arange(0, scale.shape[1])[None, :]
             end = tl.load(piece + 5) - tl.min(row)
             height = tl.arange(0, values.shape[0])[:, None] < end
             last = tl.max(tl.where(inside, in_col, -1)) // SCALE_COLS
-            tl.store(scale_at + block, scale, mask=height & (block <= last))
+            scale_at = _scales_of(scales, of, piece, in_row) + block
+            tl.store(scale_at, scale, mask=height & (block <= last))
 
 
 @triton.jit
 def _companded(magnitudes, noise):
     """Codes of magnitudes `(rows, cols)`, and scales `(rows, cols / 128)`: `codecs.Int8.encode`."""
-    rows: tl.constexpr = magnitudes.shape[0]
-    blocks: tl.constexpr = magnitudes.shape[1] // SCALE_COLS
+    rows: constexpr = magnitudes.shape[0]
+    blocks: constexpr = magnitudes.shape[1] // SCALE_COLS
     cut = tl.reshape(magnitudes, (rows, blocks, SCALE_COLS))
     largest = tl.max(cut.to(tl.int32, bitcast=True), axis=2).to(tl.float32, bitcast=True)
-    square = tl.full((), 16129.0, tl.float32)
-    scale = tl.div_rn(tl.div_rn(largest, square) * square, square)
+    scale = tl.div_rn(tl.div_rn(largest, 16129.0) * 16129.0, 16129.0)
     scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
-    one = tl.full((), 1.0, tl.float32)
-    inverse = tl.where(scale > 0, tl.div_rn(one, tl.where(scale > 0, scale, 1.0)), 0.0)
+    inverse = tl.where(scale > 0, tl.div_rn(1.0, tl.where(scale > 0, scale, 1.0)), 0.0)
     squares = tl.reshape(cut * inverse[:, :, None], magnitudes.shape)
     roots = tl.floor(tl.sqrt_rn(squares))
     remainders = squares - roots * roots
@@ -245,8 +206,7 @@ def _level(
     largest,
     stacks,
     factors,
-    multiplies: tl.constexpr,
-    size: tl.constexpr,
+    multiplies: constexpr,
 ):
     """Factors of the slots of a matrix, by which they are multiplied; magnitudes become 0."""
     first = tl.load(fields + 2)
@@ -259,7 +219,7 @@ def _level(
         slot = tl.load(siblings + number)
         bits = tl.atomic_max(largest + slot, 0) & 0x7FFFFFFF
         power = tl.maximum(bits & 0x7F800000, 0x00800000).to(tl.float32, bitcast=True)
-        factor = tl.div_rn(tl.full((), 0.5, tl.float32), power)
+        factor = tl.div_rn(0.5, power)
         if multiplies:
             is_usual = (bits == 0) | ((bits >= LEAST_BITS) & (bits <= MOST_BITS))
             factor = tl.where(is_usual, 1.0, factor)
@@ -269,16 +229,15 @@ def _level(
         if multiplies and factor != 1.0:
             start = stacks + tl.load(slots + slot * 6)
             numel = tl.load(slots + slot * 6 + 1)
-            for begin in range(0, numel, size):
-                place = begin + tl.arange(0, size)
+            for begin in range(0, numel, LEVEL_SIZE):
+                place = begin + tl.arange(0, LEVEL_SIZE)
                 inside = place < numel
                 values = tl.load(start + place, mask=inside, other=0.0, cache_modifier=".cg")
-                scaled = (values.to(tl.float32) * factor).to(values.dtype)
-                tl.store(start + place, scaled, mask=inside)
+                tl.store(start + place, values.to(tl.float32) * factor, mask=inside)
 
 
 @triton.jit
-def _noted(
+def _note(
     slot,
     slots,
     siblings,
@@ -287,21 +246,24 @@ def _noted(
     stacks,
     factors,
     values,
-    multiplies: tl.constexpr,
-    size: tl.constexpr,
+    alone: constexpr,
+    multiplies: constexpr,
 ):
-    """Take values into a slot's largest magnitude; the last program of a matrix levels its slots.
+    """Take values into a slot's largest magnitude, as bits: NaN is the largest.
 
-    It sees what the others have stored, as all add to the matrix's counter after that.
+    `alone`: the last program of a matrix levels its slots. It sees what the others have stored, as
+    all add to the matrix's counter after that.
     """
-    _note(largest, slot, values)
-    fields = slots + slot * 6
-    counter = counters + tl.load(fields + 5)
-    tl.debug_barrier()
-    before = tl.atomic_add(counter, 1, sem="acq_rel")
-    if before == tl.load(fields + 4) - 1:
-        _level(fields, slots, siblings, largest, stacks, factors, multiplies, size)
-        tl.store(counter, 0)
+    bits = tl.abs(values).to(tl.float32).to(tl.int32, bitcast=True)
+    tl.atomic_max(largest + slot, tl.max(bits))
+    if alone:
+        fields = slots + slot * 6
+        counter = counters + tl.load(fields + 5)
+        tl.debug_barrier()
+        before = tl.atomic_add(counter, 1, sem="acq_rel")
+        if before == tl.load(fields + 4) - 1:
+            _level(fields, slots, siblings, largest, stacks, factors, multiplies)
+            tl.store(counter, 0)
 
 
 @triton.jit
@@ -312,8 +274,7 @@ def level(
     largest,
     stacks,
     factors,
-    multiplies: tl.constexpr,
-    size: tl.constexpr,
+    multiplies: constexpr,
 ):
     """Level the slots of matrices, each named by one of its slots.
 
@@ -323,7 +284,7 @@ def level(
     matrix's slots among siblings and their number, tiles of the matrix, its counter.
     """
     fields = slots + tl.load(heads + tl.program_id(0)) * 6
-    _level(fields, slots, siblings, largest, stacks, factors, multiplies, size)
+    _level(fields, slots, siblings, largest, stacks, factors, multiplies)
 
 
 @triton.jit
@@ -333,20 +294,18 @@ def find(
     matrices,
     gradients,
     failed,
-    half: tl.constexpr,
-    rows: tl.constexpr,
-    cols: tl.constexpr,
-    aligned: tl.constexpr,
-    tall_aligned: tl.constexpr,
+    half: constexpr,
+    rows: constexpr,
+    cols: constexpr,
+    aligned: constexpr,
+    tall_aligned: constexpr,
 ):
     """Mark matrices with NaN whose gradient is missing, or not finite. `half`: gradients are bf16."""
-    _, piece, row, col, inside = _tile(tiles, pieces, rows, cols, aligned, tall_aligned)
+    piece, _, _, near, inside = _tile(tiles, pieces, rows, cols, aligned, tall_aligned)
     of = tl.load(piece)
-    dtype: tl.constexpr = tl.bfloat16 if half else tl.float32
     is_there = tl.load(gradients + of) != 0
-    gradient_at = _pointer(gradients, of, dtype, aligned) + _near(piece, row, col, aligned)
-    gradient = tl.load(gradient_at, mask=inside & is_there, other=0.0).to(tl.float32)
-    bits = tl.max(tl.max(gradient.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1), axis=0)
+    _, gradient = _read(gradients, of, near, inside & is_there, half, aligned)
+    bits = tl.max(gradient.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     if (bits >= 0x7F800000) | (is_there == 0):
         tl.store(failed + tl.load(matrices + of), float("nan"))
 
@@ -355,7 +314,6 @@ def find(
 def advance(
     tiles,
     pieces,
-    slots,
     matrices,
     gradients,
     momenta,
@@ -370,31 +328,33 @@ def advance(
     largest,
     counters,
     factors,
-    half: tl.constexpr,
-    stored: tl.constexpr,
-    nesterov: tl.constexpr,
-    may_fail: tl.constexpr,
-    to_stacks: tl.constexpr,
-    alone: tl.constexpr,
-    multiplies: tl.constexpr,
-    rows: tl.constexpr,
-    cols: tl.constexpr,
-    aligned: tl.constexpr,
-    tall_aligned: tl.constexpr,
+    half: constexpr,
+    stored: constexpr,
+    nesterov: constexpr,
+    may_fail: constexpr,
+    to_stacks: constexpr,
+    alone: constexpr,
+    multiplies: constexpr,
+    rows: constexpr,
+    cols: constexpr,
+    aligned: constexpr,
+    tall_aligned: constexpr,
 ):
     """momentum <- lerp(momentum, gradient, 1 - share); out <- lerp(gradient, momentum, share).
 
     `half`: gradients are bf16. `to_stacks`: magnitudes of slots are noted; `alone`: no other rank's
     matter, so slots are levelled.
     """
-    number, piece, row, col, inside = _tile(tiles, pieces, rows, cols, aligned, tall_aligned)
+    piece, row, col, near, inside = _tile(tiles, pieces, rows, cols, aligned, tall_aligned)
     of = tl.load(piece)
     group = numbers + tl.load(groups + of) * GROUP
-    dtype: tl.constexpr = tl.bfloat16 if half else tl.float32
-    gradient_at = _pointer(gradients, of, dtype, aligned) + _near(piece, row, col, aligned)
     there = inside & (tl.load(gradients + of) != 0)
-    gradient = tl.load(gradient_at, mask=there, other=0.0).to(tl.float32)
-    momentum = _load_momentum(momenta, scales, of, piece, row, col, inside, stored, aligned)
+    _, gradient = _read(gradients, of, near, there, half, aligned)
+    at, momentum = _read(momenta, of, near, inside, stored, aligned)
+    in_row, in_col = _in_shard(piece, row, col)
+    if stored == INT8:  # a code stands for its square with its sign
+        scale = _scales_of(scales, of, piece, in_row) + in_col // SCALE_COLS
+        momentum = momentum * tl.abs(momentum) * tl.load(scale, mask=inside, other=0.0)
     advanced = _lerp(momentum, gradient, tl.load(group + 1))
     sent = _lerp(gradient, advanced, tl.load(group)) if nesterov else advanced
     if may_fail:
@@ -402,27 +362,13 @@ def advance(
         stays = mark != mark
         advanced = tl.where(stays, momentum, advanced)
         sent = tl.where(stays, mark, sent)
-    _store_momentum(momenta, scales, seeds, of, piece, row, col, advanced, inside, stored, aligned)
+    _store_momentum(at, scales, seeds, of, piece, row, in_row, in_col, advanced, inside, stored)
     sent = sent.to(out.dtype.element_ty)
     _store_far(out, piece, row, col, sent, inside, aligned, tall_aligned)
     if to_stacks:
-        slot = tl.load(slots + number)
+        slot = tl.load(piece + 9)
         sent = tl.where(inside, sent, 0.0)
-        if alone:
-            _noted(
-                slot,
-                levels,
-                siblings,
-                largest,
-                counters,
-                out,
-                factors,
-                sent,
-                multiplies,
-                LEVEL_SIZE,
-            )
-        else:
-            _note(largest, slot, sent)
+        _note(slot, levels, siblings, largest, counters, out, factors, sent, alone, multiplies)
 
 
 @triton.jit
@@ -436,33 +382,19 @@ def fill(
     largest,
     counters,
     factors,
-    alone: tl.constexpr,
-    multiplies: tl.constexpr,
-    rows: tl.constexpr,
-    cols: tl.constexpr,
-    aligned: tl.constexpr,
-    tall_aligned: tl.constexpr,
+    alone: constexpr,
+    multiplies: constexpr,
+    rows: constexpr,
+    cols: constexpr,
+    aligned: constexpr,
+    tall_aligned: constexpr,
 ):
     """Copy a lane to stacks, with the largest magnitude of each slot."""
-    _, piece, row, col, inside = _tile(tiles, pieces, rows, cols, aligned, tall_aligned)
-    values = tl.load(lane + _near(piece, row, col, aligned), mask=inside, other=0.0)
+    piece, row, col, near, inside = _tile(tiles, pieces, rows, cols, aligned, tall_aligned)
+    values = tl.load(lane + near, mask=inside, other=0.0)
     _store_far(stacks, piece, row, col, values, inside, aligned, tall_aligned)
-    slot = tl.load(piece)
-    if alone:
-        _noted(
-            slot,
-            levels,
-            siblings,
-            largest,
-            counters,
-            stacks,
-            factors,
-            values,
-            multiplies,
-            LEVEL_SIZE,
-        )
-    else:
-        _note(largest, slot, values)
+    slot = tl.load(piece + 9)
+    _note(slot, levels, siblings, largest, counters, stacks, factors, values, alone, multiplies)
 
 
 @triton.jit
@@ -471,19 +403,19 @@ def drain(
     pieces,
     lane,
     stacks,
-    rows: tl.constexpr,
-    cols: tl.constexpr,
-    aligned: tl.constexpr,
-    tall_aligned: tl.constexpr,
+    rows: constexpr,
+    cols: constexpr,
+    aligned: constexpr,
+    tall_aligned: constexpr,
 ):
     """Copy stacks to a lane."""
-    _, piece, row, col, inside = _tile(tiles, pieces, rows, cols, aligned, tall_aligned)
+    piece, row, col, near, inside = _tile(tiles, pieces, rows, cols, aligned, tall_aligned)
     values = _load_far(stacks, piece, row, col, inside, aligned, tall_aligned)
-    tl.store(lane + _near(piece, row, col, aligned), values, mask=inside)
+    tl.store(lane + near, values, mask=inside)
 
 
 @triton.jit
-def _squares(strip, parts, stacks, width: tl.constexpr, depth: tl.constexpr):
+def _squares(strip, parts, stacks, width: constexpr, depth: constexpr):
     """Sums of squares of the neurons of a strip."""
     neuron = tl.arange(0, width)
     inside = neuron < tl.load(strip + 3)
@@ -526,8 +458,8 @@ def neurons(
     counters,
     groups,
     numbers,
-    width: tl.constexpr,
-    depth: tl.constexpr,
+    width: constexpr,
+    depth: constexpr,
 ):
     """Advance second moments of neurons, and find what multiplies their updates.
 
@@ -550,7 +482,7 @@ def neurons(
     means = squares / tl.load(strip + 7).to(tl.float32)
     moment = _lerp(moment, means, tl.where(is_finite, tl.load(group + 4), 0.0))
     tl.store(after + place, moment, mask=inside)
-    inverse = tl.div_rn(tl.full((), 1.0, tl.float32), tl.sqrt_rn(tl.maximum(moment, eps)))
+    inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.maximum(moment, eps)))
     tl.store(scales + place, inverse, mask=inside)
     tl.store(sums + tl.program_id(0) * 2, tl.sum(squares))
     tl.store(sums + tl.program_id(0) * 2 + 1, tl.sum(squares * inverse * inverse))
@@ -584,32 +516,25 @@ def normalize(
     stacks,
     lanes,
     scales,
-    rows: tl.constexpr,
-    cols: tl.constexpr,
-    aligned: tl.constexpr,
+    rows: constexpr,
+    cols: constexpr,
+    aligned: constexpr,
+    tall_aligned: constexpr,
 ):
     """Multiply updates by their neurons' factors, and by their block's, `weights`.
 
-    `pieces` are start, rows, columns, first neuron, 1 if neurons are columns, first tile.
+    The near end are stacks. The far end are neurons: a block's columns, or its rows where columns are
+    rows there.
     """
-    number = tl.load(tiles + tl.program_id(0)).to(tl.int64)
-    piece = pieces + number * 6
-    height = tl.load(piece + 1)
-    width = tl.multiple_of(tl.load(piece + 2), aligned)
-    tile = tl.program_id(0) - tl.load(piece + 5)
-    across = tl.cdiv(width, cols)
-    row = (tile // across * rows + tl.arange(0, rows))[:, None]
-    col = (tile % across * cols + tl.arange(0, cols))[None, :]
-    inside = (row < height) & (col < width)
+    piece, row, col, near, inside = _tile(tiles, pieces, rows, cols, aligned, tall_aligned)
     neuron = lanes + tl.load(piece + 3)
-    if tl.load(piece + 4) == 1:
-        place = tl.load(neuron + col, mask=col < width, other=0) + row * 0
+    if tl.load(piece + 8) == 0:
+        place = tl.load(neuron + col, mask=col < tl.load(piece + 6), other=0) + row * 0
     else:
-        place = tl.load(neuron + row, mask=row < height, other=0) + col * 0
-    scale = tl.load(scales + place, mask=inside, other=0.0) * tl.load(weights + number)
-    at = stacks + tl.multiple_of(tl.load(piece), aligned) + row * width + col
-    values = tl.load(at, mask=inside, other=0.0)
-    tl.store(at, (values.to(tl.float32) * scale).to(values.dtype), mask=inside)
+        place = tl.load(neuron + row, mask=row < tl.load(piece + 5), other=0) + col * 0
+    scale = tl.load(scales + place, mask=inside, other=0.0) * tl.load(weights + tl.load(piece))
+    values = tl.load(stacks + near, mask=inside, other=0.0)
+    tl.store(stacks + near, values.to(tl.float32) * scale, mask=inside)
 
 
 @triton.jit
@@ -626,15 +551,15 @@ def descend(
     scales,
     gradients,
     sums,
-    half: tl.constexpr,
-    half_gradients: tl.constexpr,
-    decay: tl.constexpr,
-    moment: tl.constexpr,
-    holds: tl.constexpr,
-    rows: tl.constexpr,
-    cols: tl.constexpr,
-    aligned: tl.constexpr,
-    tall_aligned: tl.constexpr,
+    half: constexpr,
+    half_gradients: constexpr,
+    decay: constexpr,
+    moment: constexpr,
+    holds: constexpr,
+    rows: constexpr,
+    cols: constexpr,
+    aligned: constexpr,
+    tall_aligned: constexpr,
 ):
     """weight <- weight - lr * (update + decay * weight); where an update is NaN the weight stays.
 
@@ -643,25 +568,20 @@ def descend(
     `moments` are the first neuron of each matrix twice, plus 1 if neurons are columns. `holds`:
     weights stay, updates go to the gradients' place, and their sums ||w||^2, ||u||^2 and <w, u> to `sums`.
     """
-    _, piece, row, col, inside = _tile(tiles, pieces, rows, cols, aligned, tall_aligned)
+    piece, row, col, near, inside = _tile(tiles, pieces, rows, cols, aligned, tall_aligned)
     of = tl.load(piece)
-    near = _near(piece, row, col, aligned)
-    dtype: tl.constexpr = tl.bfloat16 if half else tl.float32
-    weight_at = _pointer(weights, of, dtype, aligned) + near
+    weight_at, before = _read(weights, of, near, inside, half, aligned)
     group = numbers + tl.load(groups + of) * GROUP
     lr = tl.load(group + 2)
     update = _load_far(updates, piece, row, col, inside, aligned, tall_aligned).to(tl.float32)
-    weight = tl.load(weight_at, mask=inside, other=0.0)
-    before = weight.to(tl.float32)
     if (tl.load(piece + 1) == 0) & (tl.program_id(0) == tl.load(piece + 7)):
         tl.store(firsts + of, tl.load(updates + tl.load(piece + 3)).to(tl.float32))
     if moment != NONE:
         in_row, in_col = _in_shard(piece, row, col)
-        row_scale = _pointer(row_scales, of, tl.float32, 1) + in_row
+        row_scale = _pointer(row_scales, of, FP32, 1) + in_row
         row_scale = tl.load(row_scale, mask=row < tl.load(piece + 5), other=0.0)
         if moment == OF_ELEMENTS:
-            moment_at = _pointer(moments, of, tl.float32, 1) + near
-            square = tl.load(moment_at, mask=inside, other=0.0)
+            moment_at, square = _read(moments, of, near, inside, FP32, 1)
             advanced = _lerp(square, update * update, tl.load(group + 4))
             square = tl.where(update == update, advanced, square)
             tl.store(moment_at, square, mask=inside)
@@ -672,10 +592,10 @@ def descend(
             place = neuron // 2 + in_col * is_col + in_row * (1 - is_col)
             update = update * tl.load(scales + place, mask=inside, other=0.0) * row_scale
     if holds:
-        kind: tl.constexpr = tl.bfloat16 if half_gradients else tl.float32
-        update_at = _pointer(gradients, of, kind, aligned) + near
+        update_at = _pointer(gradients, of, half_gradients, aligned) + near
         there = inside & (tl.load(gradients + of) != 0)
-        update = tl.where(there & (update == update), update, 0.0).to(kind)
+        update = tl.where(there & (update == update), update, 0.0)
+        update = update.to(update_at.dtype.element_ty)
         tl.store(update_at, update, mask=there)
         update = update.to(tl.float32)
         at = sums + tl.program_id(0) * 3
@@ -686,16 +606,17 @@ def descend(
         rate = tl.load(group + 3)
         step = update
         if decay == CAUTIOUS:
-            less = (before - before * (rate * lr)).to(dtype).to(tl.float32)
+            less = before - before * (rate * lr)
+            less = less.to(weight_at.dtype.element_ty).to(tl.float32)
             before = tl.where(update * before >= 0, less, before)
         elif decay == DECOUPLED:
             step = update + rate * before
         after = tl.where(update == update, before - lr * step, before)
-        tl.store(weight_at, after.to(dtype), mask=inside)
+        tl.store(weight_at, after, mask=inside)
 
 
 @triton.jit
-def total(runs, partial, sums, count, size: tl.constexpr):
+def total(runs, partial, sums, count, size: constexpr):
     """Add three numbers of the tiles of each matrix; `runs` are matrix, first tile, tiles."""
     run = runs + tl.program_id(0) * 3
     first = tl.load(run + 1)
@@ -719,28 +640,24 @@ def move(
     gradients,
     of_weights,
     of_updates,
-    half: tl.constexpr,
-    half_gradients: tl.constexpr,
-    rows: tl.constexpr,
-    cols: tl.constexpr,
-    aligned: tl.constexpr,
-    tall_aligned: tl.constexpr,
+    half: constexpr,
+    half_gradients: constexpr,
+    rows: constexpr,
+    cols: constexpr,
+    aligned: constexpr,
+    tall_aligned: constexpr,
 ):
     """weight <- of_weights * weight + of_updates * update, with a matrix's two numbers."""
-    _, piece, row, col, inside = _tile(tiles, pieces, rows, cols, aligned, tall_aligned)
+    piece, _, _, near, inside = _tile(tiles, pieces, rows, cols, aligned, tall_aligned)
     of = tl.load(piece)
-    near = _near(piece, row, col, aligned)
-    dtype: tl.constexpr = tl.bfloat16 if half else tl.float32
-    kind: tl.constexpr = tl.bfloat16 if half_gradients else tl.float32
     inside = inside & (tl.load(gradients + of) != 0)
-    weight_at = _pointer(weights, of, dtype, aligned) + near
-    weight = tl.load(weight_at, mask=inside, other=0.0).to(tl.float32)
-    update_at = _pointer(gradients, of, kind, aligned) + near
-    update = tl.load(update_at, mask=inside, other=0.0).to(tl.float32)
+    weight_at, weight = _read(weights, of, near, inside, half, aligned)
+    _, update = _read(gradients, of, near, inside, half_gradients, aligned)
     matrix = tl.load(matrices + of)
-    weight = (weight * tl.load(of_weights + matrix)).to(dtype).to(tl.float32)
+    weight *= tl.load(of_weights + matrix)
+    weight = weight.to(weight_at.dtype.element_ty).to(tl.float32)
     weight += update * tl.load(of_updates + matrix)
-    tl.store(weight_at, weight.to(dtype), mask=inside)
+    tl.store(weight_at, weight, mask=inside)
 
 
 @triton.jit
@@ -751,9 +668,9 @@ def divide(
     roots,
     m,
     numel,
-    has_least: tl.constexpr,
-    parts: tl.constexpr,
-    size: tl.constexpr,
+    has_least: constexpr,
+    parts: constexpr,
+    size: constexpr,
 ):
     """Blocks divided by their traces, of no less than 2^-100 and `least` squared.
 
@@ -771,27 +688,26 @@ def divide(
     if has_least:
         norm = tl.load(least + block)
         square = tl.maximum(square, norm * norm, propagate_nan=tl.PropagateNan.ALL)
-    smallest = tl.full((), 7.888609052210118e-31, tl.float32)
-    square = tl.maximum(square, smallest, propagate_nan=tl.PropagateNan.ALL)
-    inverse = tl.div_rn(tl.full((), 1.0, tl.float32), square)
+    square = tl.maximum(square, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL)
+    inverse = tl.div_rn(1.0, square)
     part = tl.program_id(0) % across
     if part == 0:
         tl.store(roots + block, tl.sqrt_rn(inverse))
     for number in tl.static_range(parts):
         place = (part.to(tl.int64) * parts + number) * size + tl.arange(0, size)
         values = tl.load(start + place, mask=place < numel, other=0.0)
-        divided = (values.to(tl.float32) * inverse).to(values.dtype)
+        divided = values.to(tl.float32) * inverse
         tl.store(out + block * numel + place, divided, mask=place < numel)
 
 
 @triton.jit
-def shift(q, factors, added, m, numel, size: tl.constexpr):
+def shift(q, factors, added, m, numel, size: constexpr):
     """q <- factor * (q + added I), rounded once, of each block."""
     across = tl.cdiv(numel, size)
     block = (tl.program_id(0) // across).to(tl.int64)
     place = (tl.program_id(0) % across).to(tl.int64) * size + tl.arange(0, size)
     at = q + block * numel + place
-    stored = tl.load(at, mask=place < numel, other=0.0)
-    values = stored.to(tl.float32) + tl.where(place % (m + 1) == 0, added, 0.0)
+    values = tl.load(at, mask=place < numel, other=0.0).to(tl.float32)
+    values += tl.where(place % (m + 1) == 0, added, 0.0)
     values *= tl.load(factors + block)
-    tl.store(at, values.to(stored.dtype), mask=place < numel)
+    tl.store(at, values, mask=place < numel)

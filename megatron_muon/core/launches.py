@@ -19,13 +19,10 @@ def launch(
     kernel: str,
     programs: int,
     tensors: Sequence[Tensor],
-    constants: Sequence[int],
+    constants: Sequence[float],
     nbytes: int,
-    *,
-    numbers: Sequence[float] = (),
-    warps: int = 8,
 ) -> None:
-    """Launch a kernel by its name; its arguments are tensors, then numbers, then constants.
+    """Launch a kernel by its name; its arguments are tensors, then numbers and constants.
 
     `nbytes` is what it reads and writes of memory, tables apart, for whoever counts.
     """
@@ -36,4 +33,4 @@ def launch(
     device = tensors[0].device
     # Triton launches on the current device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        getattr(kernels, kernel)[(programs,)](*tensors, *numbers, *constants, num_warps=warps)
+        getattr(kernels, kernel)[(programs,)](*tensors, *constants, num_warps=8)

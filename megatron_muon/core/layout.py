@@ -278,35 +278,15 @@ class Layout:
 
     def digest(self) -> int:
         """A hash of the layout, 0 <= digest < 2**63, the same on any rank."""
-        described = []
-        for one in self.matrices:
-            described.append(
-                (
-                    one.name,
-                    one.shape,
-                    one.steps,
-                    one.split,
-                    one.shards.digest,
-                ),
-            )
+        described = [
+            (one.name, one.shape, one.steps, one.split, one.shards.digest) for one in self.matrices
+        ]
         content = hashlib.sha256(repr((self.world_size, described)).encode())
         return int.from_bytes(content.digest()[:8]) >> 1
 
     def held(self, rank: int) -> list[Shard]:
         """The shard of each matrix that `rank` holds; one without rows where it holds nothing."""
         return [matrix.held_by(rank) for matrix in self.matrices]
-
-
-def as_shards(rectangles: Sequence[Rectangle]) -> Shards:
-    """The shards of a matrix of which rank r holds `rectangles[r]`; equal ones are replicas."""
-    holders: dict[Rectangle, list[int]] = {}
-    for rank, rectangle in enumerate(rectangles):
-        if rectangle[1] and rectangle[3]:
-            holders.setdefault(rectangle, []).append(rank)
-    return Shards(
-        Shard(ranks[0], *rectangle, replicas=tuple(ranks[1:]))
-        for rectangle, ranks in holders.items()
-    )
 
 
 @functools.cache
@@ -316,7 +296,7 @@ def everywhere(
 ) -> Shards:
     """The one shard of a matrix that every rank holds whole."""
     rows, cols = shape
-    return as_shards([(0, rows, 0, cols)] * world_size)
+    return Shards([Shard(0, 0, rows, 0, cols, tuple(range(1, world_size)))])
 
 
 def replicated_layout(

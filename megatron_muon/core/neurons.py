@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_muon.core import launches
+from megatron_muon.core.copies import Copy
 from megatron_muon.core.rules.second_moments import NorMuon
 from megatron_muon.core.slices import BlockSlice
-from megatron_muon.core.tiles import SHAPES, multiple_of, tiled
+from megatron_muon.core.tiles import tiles_of
 from megatron_muon.core.wave import Wave
 
 _STRIP, _DEPTH = 64, 32
@@ -22,19 +22,20 @@ class Neurons:
     """NorMuon's tables of a wave, whose matrices this rank owns alone.
 
     Args:
-        slots: first element and elements of each slot.
+        firsts: first element of each slot.
     """
 
     def __init__(
         self,
         wave: Wave,
-        slots: Sequence[tuple[int, int]],
+        firsts: Sequence[int],
         rule: NorMuon,
     ) -> None:
-        self._slots = slots
+        self._firsts = firsts
+        self._moments = rule.moments_of_neurons
         self._strips: list[list[int]] = []
         self._parts: list[list[int]] = []
-        self._pieces: list[list[int]] = []
+        self._blocks: list[Copy] = []
         self._of_lanes: list[int] = []
         device = wave.lane.device
         by_matrix: dict[int, list[tuple[int, BlockSlice]]] = {}
@@ -49,16 +50,8 @@ class Neurons:
             for strip in self._strips[first:]:
                 strip += of_matrix
             scales += [rule.held.scales[index][rows[0], 0] for rows in of_blocks]
-        counts: list[int] = []
-        for piece in self._pieces:
-            piece.append(sum(counts))
-            tile_rows, tile_cols = SHAPES[0]
-            counts.append(-(-piece[1] // tile_rows) * -(-piece[2] // tile_cols))
-        sides = np.array([[start, width] for start, _, width, *_ in self._pieces])
-        self._aligned = multiple_of(sides)
-        self._numel = sum(height * width for _, height, width, *_ in self._pieces)
-        self._tiles = torch.from_numpy(tiled(np.array(counts, dtype=np.int64))).to(device)
-        tables = self._strips, self._parts, self._pieces, self._of_lanes
+        self._tiles = tiles_of(self._blocks, range(len(self._blocks)), device)
+        tables = self._strips, self._parts, self._of_lanes
         self._on_device = [torch.tensor(one, dtype=torch.int64, device=device) for one in tables]
         self._weights = torch.stack(scales).to(device, torch.float32)
         self._sums = torch.zeros(len(self._strips), 2, dtype=torch.float32, device=device)
@@ -74,15 +67,18 @@ class Neurons:
         by_rows = rows >= cols
         for (slot, each), numbers in zip(blocks, of_blocks, strict=True):
             height = len(numbers)
-            begin, _ = self._slots[slot]
+            begin = self._firsts[slot]
             # a stack's rows are columns of a tall block
             across, along = (1, height) if each.is_tall else (cols, 1)
             if not by_rows:
                 across, along = along, across
             self._parts.append([begin, across, along, cols if by_rows else height])
-            shape = [cols, height] if each.is_tall else [height, cols]
+            stack_rows, stack_cols = (cols, height) if each.is_tall else (height, cols)
+            # the far end are neurons
+            down, right = (0, 1) if by_rows == each.is_tall else (1, 0)
             first = len(self._of_lanes) if by_rows else lane
-            self._pieces.append([begin, *shape, first, int(by_rows == each.is_tall)])
+            dims = (1, 0, 0), (stack_rows, stack_cols, down), (stack_cols, 1, right)
+            self._blocks.append(Copy(begin, first, dims))
             if by_rows:
                 self._cut(each.index, slot, [start + one for one in numbers], [part, 1], cols)
                 part += 1
@@ -105,31 +101,27 @@ class Neurons:
         self,
         updates: Tensor,
         factors: Tensor,
-        moments: Tensor,
-        groups: list[Tensor],
+        groups: Sequence[Tensor],
     ) -> None:
         """Advance moments, and find factors of the updates.
 
         Args:
             updates: memory of stacks.
             factors: of slots, NaN where an update is skipped.
-            moments: of all neurons, before and after, and factors, `(3, neurons)` fp32.
             groups: the group of each matrix, and the numbers of groups.
         """
-        strips, parts, _, lanes = self._on_device
-        tensors = [strips, parts, lanes, updates, factors, *moments, self._sums, self._counters]
+        strips, parts, lanes = self._on_device
+        tensors = [strips, parts, lanes, updates, factors]
+        tensors += [*self._moments, self._sums, self._counters]
         launches.launch(
             "neurons",
             len(strips),
             [*tensors, *groups],
             [_STRIP, _DEPTH],
-            self._numel * updates.itemsize,
+            self._tiles.numel * updates.itemsize,
         )
 
-    def normalize(self, stacks: Tensor, scales: Tensor) -> None:
+    def normalize(self, stacks: Tensor) -> None:
         """Multiply updates in stacks by factors of neurons, and by those of their blocks."""
-        _, _, pieces, lanes = self._on_device
-        tensors = [self._tiles, pieces, self._weights, stacks, lanes, scales]
-        constants = [*SHAPES[0], self._aligned]
-        size = 2 * self._numel * stacks.itemsize
-        launches.launch("normalize", len(self._tiles), tensors, constants, size)
+        tensors = [self._weights, stacks, self._on_device[2], self._moments[2]]
+        self._tiles.launch("normalize", tensors, 2 * stacks.itemsize)

@@ -64,7 +64,6 @@ class Passes:
         self._moving = [rule for rule in rules if rule.moves_weights]
         self._probe: Probe = SILENT
 
-    _levels = True
     _mark_failed: Callable[[Tensor], None] | None = None
     """As `Rows.find_failed` has it."""
 

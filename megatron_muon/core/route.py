@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
-from megatron_muon.core.copies import Copy
+from megatron_muon.core.copies import NOWHERE, Copy
 from megatron_muon.core.layout import Layout, Matrix, Shard
 from megatron_muon.core.slices import BlockKind, BlockSlice, Piece, Team
 
@@ -124,6 +124,7 @@ class Route:
         rows: shards that this rank holds.
         stacks: blocks that this rank orthogonalizes.
         out, back: the ways of rows and updates. In a batch `near` leads from rows to stacks.
+        unsent: copies of this rank's rows that another holder sends, to `NOWHERE`.
         is_batch: its matrices are whole on this rank, their owner.
     """
 
@@ -132,6 +133,7 @@ class Route:
     stacks: list[Stack]
     out: Leg
     back: Leg
+    unsent: Sequence[Copy] = ()
     is_batch: bool = False
 
     @property
@@ -229,7 +231,7 @@ class Units:
             owner = team.ranks[0] if part is None else part.rank
             for shard in matrix.shards if owner == self.rank else here:
                 source = shard.source(owner, self.ranks)
-                for piece in [_whole(shard)] if part is None else part.runs(shard):
+                for piece in [Piece(*shard.rectangle, 0, 0)] if part is None else part.runs(shard):
                     numel = piece.repeats * piece.rows * piece.cols
                     near = _from_shard(shard, piece)
                     unit = Unit(index, owner, source, shard, numel, near, [])
@@ -264,6 +266,10 @@ class Units:
             start += self.held[index].numel
         return rows
 
+    def unsent(self, is_sent: Callable[[Unit], bool]) -> list[Copy]:
+        """Copies to nowhere of the rows of units that this rank does not send."""
+        return self.from_rows([(NOWHERE, unit) for unit in self.kept if not is_sent(unit)])
+
     def from_rows(self, placed: Placed) -> list[Copy]:
         """Copies of units from the rows to where they are placed."""
         return [
@@ -273,10 +279,6 @@ class Units:
             )
             for at, unit in placed
         ]
-
-
-def _whole(shard: Shard) -> Piece:
-    return Piece(*shard.rectangle, 0, 0)
 
 
 def _from_shard(shard: Shard, piece: Piece) -> Copy:

@@ -50,15 +50,12 @@ class HeldRows:
 
     def by_group(self) -> Iterator[tuple[dict[str, Any], list[Tensor], list[Tensor]]]:
         """Each parameter group with rows and state of its matrices, as one flat pair if it can."""
-        if len(set(map(id, self.groups))) == 1:
-            if self.flat_state is None:
-                yield self.groups[0], self.rows, self.state
-            else:
-                yield self.groups[0], [self.flat], [self.flat_state]
-            return
         places: dict[int, list[int]] = {}
         for place, group in enumerate(self.groups):
             places.setdefault(id(group), []).append(place)
+        if len(places) == 1 and self.flat_state is not None:
+            yield self.groups[0], [self.flat], [self.flat_state]
+            return
         for chosen in places.values():
             rows = [self.rows[place] for place in chosen]
             state = [self.state[place] for place in chosen]
@@ -93,9 +90,11 @@ class Storage:
 
     Attributes:
         beside: prepares rows, on a stream of its own if there is one.
+        format: `kernels.FP32`, `BF16` or `INT8`.
     """
 
     beside = InOrder()
+    format = 0
 
     def __init__(self, of_shard: Callable[[int], Tensor]) -> None:
         self._of_shard = of_shard
@@ -112,10 +111,13 @@ class Storage:
     def end_step(self) -> None:
         """Every shard has been borrowed once."""
 
+    def addresses(self, index: int) -> tuple[int, int]:
+        """Of a shard's elements, and of their scales."""
+        return self._of_shard(index).data_ptr(), 0
 
-def _no_rows(index: int) -> Tensor:
-    """The momentum of a matrix that has none."""
-    return torch.empty(0)
+    def seeds(self, index: int) -> tuple[int, int, int, int]:
+        """Of the noise of rows and of columns in this step; first row and column of the shard."""
+        raise NotImplementedError
 
 
 class Rows:
@@ -161,8 +163,10 @@ class Rows:
         self.momentum = dict(momentum or {})
         self.kept_weights = outside or Storage(weights)
         self.has_momentum = waves.method.takes_momentum
-        of_shard = self.momentum.__getitem__ if self.has_momentum else _no_rows
-        self.kept_momentum = store or Storage(of_shard)
+        of_shard = self.momentum.__getitem__
+        self.kept_momentum = store or Storage(
+            of_shard if self.has_momentum else lambda index: torch.empty(0)
+        )
         self.beside = self.kept_momentum.beside
         self._group = waves.transport.group
         self._device = waves.memory.tensor.device
@@ -170,17 +174,14 @@ class Rows:
         self.failed: Tensor | None = None
         self.held: list[int] = []
         replicas: dict[int, int] = {}
-        for chunk in waves.chunks:
+        chunks = waves.chunks
+        for chunk in chunks:
             self.held += chunk.indices
             for held in chunk.rows:
                 replicas[held.of] = len(held.shard.holders)
             if store is None and self.has_momentum:
                 self._make_momentum(chunk)
         self.replicas = replicas.__getitem__
-        self._make_counts(waves.chunks)
-
-    def _make_counts(self, chunks: Sequence[Chunk]) -> None:
-        """Make tensors that count skipped updates."""
         assert len(set(self.held)) == len(self.held), "a shard is in two waves"
         self.order = torch.tensor(
             self.held,
@@ -269,17 +270,9 @@ class Rows:
         if views:
             torch._foreach_copy_(views, gradients)
         for places, momentum in self.kept_momentum.borrow(chunk.indices):
-            part = chunk if len(places) == len(chunk.rows) else chunk.cut(places)
-            rows = part.prepared, part.prepared_rows
-            yield (
-                places,
-                self._part(
-                    part,
-                    *rows,
-                    momentum,
-                    part.momentum,
-                ),
-            )
+            part = chunk.cut(places)
+            rows = part.prepared_rows
+            yield places, self._part(part, part.prepared, rows, momentum, part.momentum)
 
     def with_weights(self, chunk: Chunk) -> Iterator[HeldRows]:
         """Updates of a chunk with their weights, likewise; they go where the weights are.
@@ -293,7 +286,7 @@ class Rows:
             out=chunk.first_elements,
         )
         for places, weights in self.kept_weights.borrow(chunk.indices):
-            part = chunk if len(places) == len(chunk.rows) else chunk.cut(places)
+            part = chunk.cut(places)
             flat, rows = part.updates, part.updated_rows
             if flat.device != weights[0].device:
                 flat = flat.to(weights[0].device)

@@ -106,7 +106,9 @@ class Chunk:
         return found
 
     def cut(self, places: range) -> Chunk:
-        """Some of its rows, as a chunk that is made once."""
+        """Some of its rows, as a chunk that is made once; itself for all of them."""
+        if len(places) == len(self.rows):
+            return self
         if places not in self._cuts:
             rows = self.rows[places.start : places.stop]
             start, end = rows[0].start, rows[-1].end
@@ -175,16 +177,14 @@ class Wave:
         owned = self.lane[route.owned_start :]
         out, back = route.out, route.back
         # the last of the rows stay here
-        sent = self.lane[: sum(out.rows[:-1])]
-        returned = self.lane[: sum(back.rows[:-1])]
         self.rows = Message(
             owned[: sum(out.owned)],
-            sent,
+            self.lane[: sum(out.rows[:-1])],
             out.owned,
             out.rows[:-1],
         )
         self.updates = Message(
-            returned,
+            self.lane[: sum(back.rows[:-1])],
             owned[: sum(back.owned)],
             back.rows[:-1],
             back.owned,

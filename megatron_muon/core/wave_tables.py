@@ -20,7 +20,6 @@ from megatron_muon.core.tiles import (
     Tiles,
     split_at,
     tiles_of,
-    uncovered,
 )
 from megatron_muon.core.wave import Wave
 
@@ -32,15 +31,16 @@ _TERMS = 1024
 """Tiles whose sums a program adds at a time."""
 
 
-def keeps_scales(wave: Wave, cols: Mapping[int, int]) -> bool:
-    """True if no piece of rows has a part of the columns of a scale; `cols` are of shards."""
+def keeps_scales(wave: Wave) -> bool:
+    """True if no piece of rows has a part of the columns of a scale."""
     route = wave.route
     starts = [held.start for held in route.rows]
     for copy in route.out.near:
         held = route.rows[bisect.bisect_right(starts, copy.source) - 1]
-        first = (copy.source - held.start) % max(1, cols[held.of])
+        cols = held.shard.cols
+        first = (copy.source - held.start) % max(1, cols)
         last = first + copy.dims[-1][0]
-        if first % _SCALE_COLS or (last % _SCALE_COLS and last != cols[held.of]):
+        if first % _SCALE_COLS or (last % _SCALE_COLS and last != cols):
             return False
     return True
 
@@ -86,16 +86,16 @@ class Tables:
 
         near, far = route.out.near, route.out.far
         self._of_batch = of_slots(near) if route.is_batch else None
-        self.advance = tiles_of(*self._advanced(wave), device, self._of_batch)
+        self.advance = tiles_of(*self._by_matrix([*near, *route.unsent]), device, self._of_batch)
         self.descend = tiles_of(*self._by_matrix(route.back.near), device)
         self._make_parts(wave, norms is None)
-        self.fill = tiles_of(far, of_slots(far), device, of_slots(far))
+        self.fill = tiles_of(far, of_slots(far), device)
         back = route.back.far
         self.drain = tiles_of(back, [0] * len(back), device)
         self._make_levels(route.slots, slots, device)
         self.neurons = None
         if norms is not None and wave.whole:
-            self.neurons = Neurons(wave, slots, norms)
+            self.neurons = Neurons(wave, firsts, norms)
         if sphere is not None:
             self._make_partial(sphere)
 
@@ -108,33 +108,22 @@ class Tables:
             places.append(self._places[self._of[row]])
         return moved, places
 
-    def _advanced(self, wave: Wave) -> tuple[list[Copy], list[int]]:
-        """Copies from all rows of this rank, also those that others send or that stay, and matrices."""
-        route = wave.route
-        moved, places = self._by_matrix(route.out.near)
-        by_place: dict[int, list[Copy]] = {}
-        for copy, place in zip(moved, places, strict=True):
-            by_place.setdefault(place, []).append(copy)
-        for held in route.rows:
-            place = self._places[held.of]
-            rest = uncovered(by_place.get(place, []), held.shard.rows, held.shard.cols)
-            moved += rest
-            places += [place] * len(rest)
-        return moved, places
-
     def _make_parts(self, wave: Wave, is_apart: bool) -> None:
         """Tiles of `descend` of a batch, or of `drain`, for each stack of the wave by itself."""
         route, device = wave.route, wave.lane.device
-        self.parts: list[Tiles | None] = []
-        self.left: list[tuple[Tiles | None, Tensor]] = []
+        self.parts: list[Tiles] = []
+        self.left: list[tuple[Tiles, Tensor]] = []
         self._copies: list[list[Copy]] = []
-        self._split: dict[int, Tiles | None] = {}
+        self._split: dict[int, Tiles] = {}
         self.spare: Tensor | None = None
         numels = [wave.stacks[number].blocks.numel() for number in wave.order]
         self._keeps_dtype = wave.keeps_dtype
         self._rotates = numels == sorted(numels, reverse=True)
         lane = _place(wave.lane).start
-        ends = [(copy.source, copy.source + _extent(copy)) for copy in route.back.far]
+        ends = []
+        for copy in route.back.far:
+            last = sum((size - 1) * step for size, step, _ in copy.dims)
+            ends.append((copy.source, copy.source + last + 1))
         drained = np.array(ends, dtype=np.int64).reshape(-1, 2)
         self._drained = lane + wave.lane.itemsize * drained
         if not is_apart:
@@ -193,24 +182,18 @@ class Tables:
     ) -> None:
         """Tables of the slots of each matrix, whose last tile levels them."""
         entering = self.fill if self._of_batch is None else self.advance
-        tiles = [0] * len(slots)
-        if entering is not None:
-            by_piece = np.bincount(entering.tiles_on_host, minlength=len(entering.slots_on_host))
-            for slot, count in zip(entering.slots_on_host, by_piece, strict=True):
-                tiles[slot] += int(count)
+        tiles = np.zeros(len(slots), dtype=np.int64)
+        np.add.at(tiles, entering.on_host[:, 9], entering.counts)
         by_matrix: dict[int, list[int]] = {}
         for number, each in enumerate(slices):
             by_matrix.setdefault(each.index, []).append(number)
-        table: list[list[int]] = []
+        table: list[list[int]] = [[] for _ in slots]
         siblings: list[int] = []
-        firsts: dict[int, int] = {}
         for alike in by_matrix.values():
-            firsts |= dict.fromkeys(alike, len(siblings))
+            of_matrix = int(tiles[alike].sum())
+            for slot in alike:
+                table[slot] = [*slots[slot], len(siblings), len(alike), of_matrix, alike[0]]
             siblings += alike
-        for number, (start, numel) in enumerate(slots):
-            alike = by_matrix[slices[number].index]
-            of_matrix = sum(tiles[slot] for slot in alike)
-            table.append([start, numel, firsts[number], len(alike), of_matrix, alike[0]])
         make = functools.partial(torch.tensor, dtype=torch.int64, device=device)
         self.slots = make(table).view(-1, 6)
         self.siblings = make(siblings)
@@ -227,25 +210,20 @@ class Tables:
     def level(self, stacks: Tensor, *, multiplies: bool) -> None:
         """Level the slots, whose magnitudes ranks have agreed on."""
         tensors = [self._heads, self.slots, self.siblings, self.largest, stacks, self.factors]
-        launches.launch("level", len(self._heads), tensors, [multiplies, 2048], 8 * len(self.slots))
-
-    @property
-    def descents(self) -> list[Tiles]:
-        """Tiles of all launches of `descend`."""
-        launched = self.parts if self._of_batch is not None and self.parts else [self.descend]
-        return [tiles for tiles in launched if tiles is not None]
+        launches.launch("level", len(self._heads), tensors, [multiplies], 8 * len(self.slots))
 
     def _make_partial(self, sphere: Hyperball) -> None:
         device = self.slots.device
-        indices = {place: index for index, place in self._places.items()}
+        held = np.array(list(self._places), dtype=np.int64)
+        counted = np.array([sphere.held.counts(index) for index in self._places], dtype=bool)
         self._partial: dict[int, tuple[Tensor, Tensor]] = {}
-        for tiles in self.descents:
-            runs = []
-            for place, first, count in tiles.runs.tolist():
-                if sphere.held.counts(indices[place]):
-                    runs.append([indices[place], first, count])
+        is_cut = self._of_batch is not None and self.parts
+        for tiles in self.parts if is_cut else [self.descend]:
+            places, firsts = np.unique(tiles.on_host[:, 0], return_index=True)
+            counts = np.add.reduceat(tiles.counts, firsts)
+            runs = np.column_stack([held[places], tiles.on_host[firsts, 7], counts])
             self._partial[id(tiles)] = (
-                torch.tensor(runs, dtype=torch.int64, device=device).view(-1, 3),
+                torch.from_numpy(runs[counted[places]]).to(device),
                 torch.zeros(len(tiles.tiles), 3, dtype=torch.float32, device=device),
             )
 
@@ -264,11 +242,6 @@ def _place(view: Tensor) -> range:
     """Bytes of the step's memory that a contiguous view of it has."""
     start = view.storage_offset() * view.itemsize
     return range(start, start + view.nbytes)
-
-
-def _extent(copy: Copy) -> int:
-    """Elements from the first to the last of a copy's source."""
-    return 1 + sum((size - 1) * step for size, step, _ in copy.dims)
 
 
 def _slots(wave: Wave) -> list[tuple[int, int]]:

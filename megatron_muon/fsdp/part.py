@@ -193,7 +193,6 @@ class Part:
             self.rules,
             waves=self.waves.all,
             levels=levels,
-            records=self.store,
             **passing,
         )
 
@@ -219,7 +218,7 @@ class Part:
             for slot in rule.slots:
                 self._slots[slot] = [torch.empty(0)] * len(self.names)
                 for p, each in self.viewed.items():
-                    zeros = rule.zeros(slot, each.first, each.view.whole(p.detach()))
+                    zeros = rule.zeros(each.first, each.view.whole(p.detach()))
                     each.state[slot] = zeros
                     of_matrices = each.view.unstacked(local_part(zeros))
                     for number, rows in zip(each.held, of_matrices, strict=True):

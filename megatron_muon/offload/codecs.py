@@ -54,7 +54,7 @@ class Codec(ABC):
 
     def record_bytes(self, rows: int, cols: int) -> int:
         """Size of the record of a (rows, cols) rectangle."""
-        return self.dtype.itemsize * rows * cols
+        return self.scale_bytes(rows, cols) + self.dtype.itemsize * rows * cols
 
     def scale_bytes(self, rows: int, cols: int) -> int:
         """Size of what precedes the elements; nothing by default."""
@@ -66,7 +66,8 @@ class Codec(ABC):
 
     def _elements(self, record: Tensor, rows: int, cols: int) -> Tensor:
         """A view of the record, (rows, cols)."""
-        return record[: self.record_bytes(rows, cols)].view(self.dtype).view(rows, cols)
+        stored = record[self.scale_bytes(rows, cols) : self.record_bytes(rows, cols)]
+        return stored.view(self.dtype).view(rows, cols)
 
     @abstractmethod
     def encode(self, values: Tensor, record: Tensor, place: Place, *, step: int) -> None:
@@ -127,10 +128,6 @@ class Int8(Codec):
     format = 2
 
     @override
-    def record_bytes(self, rows: int, cols: int) -> int:
-        return super().record_bytes(rows, cols) + self.scale_bytes(rows, cols)
-
-    @override
     def decode(self, record: Tensor, rows: int, cols: int) -> Tensor:
         scales, codes = self._scales_and_codes(record, rows, cols)
         values = torch.empty(rows, cols, dtype=torch.float32, device=record.device)
@@ -159,10 +156,8 @@ class Int8(Codec):
 
     def _scales_and_codes(self, record: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
         """Views of the record: (rows, blocks) fp32 and (rows, cols) int8."""
-        scale_bytes = self.scale_bytes(rows, cols)
-        scales = record[:scale_bytes].view(torch.float32)
-        codes = record[scale_bytes : self.record_bytes(rows, cols)].view(torch.int8)
-        return scales.view(rows, -(-cols // BLOCK_COLS)), codes.view(rows, cols)
+        scales = record[: self.scale_bytes(rows, cols)].view(torch.float32)
+        return scales.view(rows, -(-cols // BLOCK_COLS)), self._elements(record, rows, cols)
 
 
 def _block_scales(magnitudes: Tensor) -> Tensor:
@@ -195,8 +190,7 @@ def _rounded_roots(squares: Tensor, noise: Tensor) -> Tensor:
     return roots.floor_().clamp_(max=_INT8_MAX)
 
 
-_CODECS: tuple[Codec, ...] = (Fp32(), Bf16(), Int8())
-CODECS = {codec.name: codec for codec in _CODECS}
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (Fp32(), Bf16(), Int8())}
 
 
 def matrix_key(name: str) -> int:

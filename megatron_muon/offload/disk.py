@@ -15,7 +15,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -127,7 +127,7 @@ class DiskRecords:
         self, file: MomentumFile | None, sizes: Mapping[int, int], names: Sequence[str], what: str
     ) -> None:
         self.file = file
-        self._file = cast(MomentumFile, file)  # without one there are no records
+        self._directory = file.directory if file else None
         self.failure: str | None = None
         self.lost: set[int] = set()
         self._offsets: dict[int, int] = {}
@@ -142,29 +142,26 @@ class DiskRecords:
 
     def read(self, index: int, buffer: torch.Tensor) -> None:
         """Fill `buffer`, whole pages, with a record."""
-        if index not in self.lost:
-            try:
-                self._file.read(self._offsets[index], buffer)
-            except OSError as error:
-                self._lose(index, "read", error)
+        self._try(index, "read", buffer)
         if index in self.lost:
             buffer.fill_(LOST_BYTE)
 
     def write(self, index: int, buffer: torch.Tensor) -> None:
         """Replace a record by `buffer`, whole pages, unless it is lost."""
-        if index not in self.lost:
-            try:
-                self._file.write(self._offsets[index], buffer)
-            except OSError as error:
-                self._lose(index, "write", error)
+        self._try(index, "write", buffer)
 
-    def _lose(self, index: int, doing: str, error: OSError) -> None:
-        self.lost.add(index)
-        if self.failure is None:
-            place = f"a file of {self._file.directory} at offset {self._offsets[index]:,}"
+    def _try(self, index: int, doing: str, buffer: torch.Tensor) -> None:
+        if index in self.lost:
+            return
+        offset = self._offsets[index]
+        try:
+            getattr(self.file, doing)(offset, buffer)
+        except OSError as error:
+            self.lost.add(index)
+            place = f"a file of {self._directory} at offset {offset:,}"
             failure = f"cannot {doing} {self._what} in {place}: {error.strerror or error}"
             lost = f"{self._what} of {self._names[index]} is lost on this rank"
-            self.failure = f"{failure}; {lost}; start again from a checkpoint"
+            self.failure = self.failure or f"{failure}; {lost}; start again from a checkpoint"
 
 
 def scratch(directory: Path, sizes: Sequence[int]) -> list[torch.Tensor]:

@@ -55,7 +55,12 @@ class OffloadRun:
         """
         codec = CODECS[self.dtype if what == "momentum" else "fp32"]
         sizes = [codec.record_bytes(shard.rows, shard.cols) for shard in shards]
-        places = _places_of(sizes, _PLACES[self.offload], fraction=self.fraction)
+        places = [DEVICE] * len(sizes)
+        left = self.fraction * sum(sizes)
+        for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+            if left > 0 and sizes[index]:
+                places[index] = _PLACES[self.offload]
+                left -= sizes[index]
         file = None
         if self.offload == "nvme":
             on_disk = [in_pages(sizes[i]) for i, place in enumerate(places) if place == DISK]
@@ -100,17 +105,6 @@ class OffloadRun:
             "choose a directory with room for it, {muon_momentum_dtype} bf16 or int8, or a smaller"
             " {muon_offload_fraction}",
         )
-
-
-def _places_of(sizes: Sequence[int], place: str, *, fraction: float) -> list[str]:
-    """The largest records go to `place`, up to `fraction` of all bytes, the others to DEVICE."""
-    places = [DEVICE] * len(sizes)
-    left = fraction * sum(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        if left > 0 and sizes[index]:
-            places[index] = place
-            left -= sizes[index]
-    return places
 
 
 def offload_run(settings: MuonSettings) -> OffloadRun | None:

@@ -146,9 +146,12 @@ class RecordStore(Storage):
         self.names, self.shards, self.codec, self.what = names, shards, codec, what
         self.on_return: Callable[[int, torch.Tensor], None] | None = None
         self.steps = 0
+        self.format = codec.format
         self.rounds = codec.name != "fp32"
         self._device, self._on_gpu = device, device.type == "cuda"
-        self._keys = [matrix_key(name) for name in names]
+        self._places = []
+        for name, shard in zip(names, shards, strict=True):
+            self._places.append(Place(matrix_key(name), shard.row_start, shard.col_start))
         self._sizes = [codec.record_bytes(shard.rows, shard.cols) for shard in shards]
         stored = [index for index, size in enumerate(self._sizes) if size]
         on_disk = {index: self._sizes[index] for index in stored if places[index] == DISK}
@@ -167,10 +170,7 @@ class RecordStore(Storage):
                 size = self._sizes[index]
                 self._home[index] = torch.zeros(size, dtype=torch.uint8, device=device)
         self._slots = self._make_slots(staging_bytes)
-        host = sum(slot.host.numel() for slot in self._slots)
-        on_device = sum(slot.device.numel() for slot in self._slots)
-        self.staging_bytes = host + on_device
-        self.bytes = {DEVICE: on_device, HOST: host, DISK: 0}
+        self.staging_bytes = sum(self.bytes.values())
         for size, place in zip(self._sizes, places, strict=True):
             self.bytes[place] += in_pages(size) if place == DISK else size
         self._idle = deque(self._slots)  # the slot that was left first is the first
@@ -190,20 +190,14 @@ class RecordStore(Storage):
         """True if all records are where the arithmetic is."""
         return not self._pages
 
-    @property
-    def format(self) -> int:
-        """The storage format, as kernels number it."""
-        return self.codec.format
-
+    @override
     def addresses(self, index: int) -> tuple[int, int]:
-        """Of a record's elements, and of its scales."""
         record, shard = self._home[index].data_ptr(), self.shards[index]
         return record + self.codec.scale_bytes(shard.rows, shard.cols), record
 
+    @override
     def seeds(self, index: int) -> tuple[int, int, int, int]:
-        """Of the noise of rows and of columns in this step; first row and column of the shard."""
-        shard = self.shards[index]
-        place = Place(self._keys[index], shard.row_start, shard.col_start)
+        place = self._places[index]
         return (*seeds(place, self.steps), place.row, place.col)
 
     def verify(self) -> None:
@@ -218,16 +212,15 @@ class RecordStore(Storage):
             shards = [indices[position] for position in part]
             slot = self._slot_with(tuple(index for index in shards if index in self._pages))
             staged = slot.records if slot is not None else {}
-            records = {
-                index: staged[index][1] if index in staged else self._home[index]
-                for index in shards
-            }
-            values = {index: self._decode(index, records[index]) for index in shards}
-            yield part, [values[index] for index in shards]
+            records = []
             for index in shards:
+                records.append(staged[index][1] if index in staged else self._home[index])
+            values = list(map(self._decode, shards, records))
+            yield part, values
+            for index, rows, record in zip(shards, values, records, strict=True):
                 if self.on_return is not None and index not in self.disk.lost:
-                    self.on_return(index, values[index])
-                self._encode(index, values[index], records[index])
+                    self.on_return(index, rows)
+                self._encode(index, rows, record)
             if slot is not None:
                 self._leave(slot)
 
@@ -278,6 +271,7 @@ class RecordStore(Storage):
         size = SLOTS * self._slot_bytes
         host = transfer_memory(size if self.disk.file is not None else 0, locked=self._locked)
         on_device = torch.zeros(size if self._on_gpu else 0, dtype=torch.uint8, device=self._device)
+        self.bytes = {DEVICE: len(on_device), HOST: len(host), DISK: 0}
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream(self._device))  # which zeroes the slots
         return list(map(_Slot, host.chunk(SLOTS), on_device.chunk(SLOTS)))
@@ -287,9 +281,7 @@ class RecordStore(Storage):
         return self.codec.decode(record, shard.rows, shard.cols)
 
     def _encode(self, index: int, values: torch.Tensor, record: torch.Tensor) -> None:
-        shard = self.shards[index]
-        place = Place(self._keys[index], shard.row_start, shard.col_start)
-        self.codec.encode(values, record, place, step=self.steps)
+        self.codec.encode(values, record, self._places[index], step=self.steps)
 
     def _parts(self, indices: Sequence[int]) -> Iterator[range]:
         """Cut a list of shards into parts whose records fit a slot; positions in the list."""

@@ -174,7 +174,6 @@ def test_tiles_carry_every_element_once() -> None:
     largest = torch.zeros(len(COPIES), dtype=torch.int32)
     none = torch.zeros(1, dtype=torch.int32)
     tiles = tiles_of(COPIES, range(len(COPIES)), CPU)
-    assert tiles is not None
     given = [tiles.tiles, tiles.pieces]
     constants = [*tiles.shape, tiles.aligned, tiles.tall_aligned]
     programs = (len(tiles.tiles),)
@@ -223,7 +222,6 @@ def test_offsets_beyond_two_to_the_31_are_not_cut() -> None:
     """In numbers alone: the tables and sums are int64."""
     far = 2**31 + 5
     tiles = tiles_of([Copy(far, 2 * far, ((1, 0, 0), (2, far, 1024), (8, 1, 1)))], [0], CPU)
-    assert tiles is not None
     assert tiles.pieces.dtype == torch.int64
     assert tiles.pieces[0, 1:5].tolist() == [far, far, 2 * far, 1024]
 
@@ -245,7 +243,7 @@ def levelled(values: list[float], siblings: list[list[int]]) -> tuple[Tensor, Te
         flat += alike
     heads = torch.tensor([alike[0] for alike in siblings])
     tables = [heads, torch.tensor(table), torch.tensor(flat)]
-    kernels.level[(len(heads),)](*tables, largest, stacks, factors, True, 64)
+    kernels.level[(len(heads),)](*tables, largest, stacks, factors, True)
     return stacks, factors, largest
 
 
@@ -277,7 +275,6 @@ def test_momentum_is_rounded_as_on_a_cpu(name: str) -> None:
     codec.encode(values, expected, place, step=7)
     record = torch.zeros_like(expected)
     tiles = tiles_of([Copy(0, 0, ((1, 0, 0), (rows, cols, cols), (cols, 1, 1)))], [0], CPU)
-    assert tiles is not None
     start = record.data_ptr()
     momenta = torch.tensor([start + codec.scale_bytes(rows, cols)])
     seed = torch.tensor([*seeds(place, 7), place.row, place.col], dtype=torch.int32)
@@ -289,7 +286,6 @@ def test_momentum_is_rounded_as_on_a_cpu(name: str) -> None:
         kernels.advance[(len(tiles.tiles),)](
             tiles.tiles,
             tiles.pieces,
-            none,
             none,
             torch.tensor([values.data_ptr()]),
             momenta,

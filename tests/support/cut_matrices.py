@@ -5,7 +5,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from megatron_muon.core.layout import Matrix, Rectangle, RowSplit, as_shards, whole
+from megatron_muon.core.layout import Matrix, Rectangle, RowSplit, Shard, Shards, whole
+
+
+def as_shards(rectangles: Sequence[Rectangle]) -> Shards:
+    """The shards of a matrix of which rank r holds `rectangles[r]`; equal ones are replicas."""
+    holders: dict[Rectangle, list[int]] = {}
+    for rank, rectangle in enumerate(rectangles):
+        if rectangle[1] and rectangle[3]:
+            holders.setdefault(rectangle, []).append(rank)
+    return Shards(
+        Shard(ranks[0], *rectangle, replicas=tuple(ranks[1:]))
+        for rectangle, ranks in holders.items()
+    )
 
 
 def from_rectangles(

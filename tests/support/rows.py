@@ -90,6 +90,7 @@ class ByMatrix(Passes):
         self.applied: list[int] = []
         self._of_matrix, self._take = rows, apply
         self._normalizing = []
+        self._levels = True
 
     def begin(self, probe: Probe) -> None:
         pass

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.core.layout import Layout, Matrix, RowSplit, as_shards, everywhere
+from megatron_muon.core.layout import Layout, Matrix, RowSplit, everywhere
 from megatron_muon.core.layout import Shard as Held
 from megatron_muon.tools.plan.planned_cuts import PieceHolders, bucket_shards
-from tests.support.cut_matrices import from_rectangles
+from tests.support.cut_matrices import as_shards, from_rectangles
 
 
 @given(

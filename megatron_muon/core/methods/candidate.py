@@ -90,19 +90,20 @@ class Candidate:
             SettingError: the class does not take the arguments.
         """
         given = {**self.arguments, "lr": lr}
-        if "weight_decay" in inspect.signature(self.make).parameters:
+        takes = inspect.signature(self.make).parameters
+        if "weight_decay" in takes:
             given["weight_decay"] = 0.0
         try:
             return self.make(parameters, **given)
         except Exception as error:  # a user's class may raise anything
             if not self.arguments:
                 raise refusal(self.name, f"refuses a matrix of zeros: {error}") from None
-            takes = ", ".join(sorted(_arguments_of(self.make)))
+            own = ", ".join(sorted(takes.keys() - {"params", *OURS}))
             raise SettingError(
                 "matrix_optimizer_args",
                 dict(self.arguments),
                 f"does not suit {self.name}: {error}",
-                f"it takes {takes}",
+                f"it takes {own}",
             ) from None
 
     @functools.cached_property
@@ -122,7 +123,8 @@ class Candidate:
         """
         factor = max(1.0, max(rows, cols) / _COUNTED_SIDE)
         shape = max(1, round(rows / factor)), max(1, round(cols / factor))
-        counter = FlopCounterMode(display=False, custom_mapping=_formulas())
+        formulas = {op: functools.partial(_operations, each) for op, each in _LINALG.items()}
+        counter = FlopCounterMode(display=False, custom_mapping=formulas)
         with alone():
             block = _Block(self, torch.zeros(shape))
             block.step(0)
@@ -249,30 +251,17 @@ def random_gradient(shape: Sequence[int], seed: int) -> Tensor:
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
 
 
-def _formulas() -> dict[Any, Any]:
-    """Operations of factorizations for torch's counter, from the shape of their input."""
-
-    def formula(factor: float) -> Any:
-        def operations(shape: Sequence[int], *_: Any, out_shape: Any = None, **__: Any) -> int:
-            m, n = shape[-2:]
-            return round(factor * max(m, n) * min(m, n) ** 2)
-
-        return operations
-
-    return {op: formula(factor) for op, factor in _LINALG.items()}
+def _operations(factor: float, shape: Sequence[int], *_: Any, **__: Any) -> int:
+    """Operations of a factorization, for torch's counter, from the shape of its input."""
+    m, n = shape[-2:]
+    return round(factor * max(m, n) * min(m, n) ** 2)
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """Run small blocks without gradients, compilers, or traces in torch's random numbers."""
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), eager(), torch.device("cpu"):
-        yield
-
-
-@contextlib.contextmanager
-def eager() -> Iterator[None]:
-    """Run functions that are compiled with `torch.compile` as they are written."""
-    with torch.compiler.set_stance("force_eager"):
+    eager = torch.compiler.set_stance("force_eager")
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), eager, torch.device("cpu"):
         yield
 
 
@@ -336,8 +325,7 @@ def find(given: str | type[Optimizer], arguments: Mapping[str, Any]) -> Candidat
             raise SettingError("matrix_optimizer", given, why, "give module:Class") from error
     else:
         made = names.get(given.lower()) if isinstance(given, str) else given
-    is_class = isinstance(made, type) and issubclass(made, Optimizer)
-    if made is None or not is_class:
+    if not (isinstance(made, type) and issubclass(made, Optimizer)):
         raise SettingError(
             "matrix_optimizer",
             given,
@@ -378,7 +366,3 @@ def _registered() -> dict[str, type[Optimizer]]:
         with contextlib.suppress(ImportError):
             importlib.import_module(found.name)
     return {name: registry.get_optimizer_cls(name) for name in registry.get_optimizer_name_list()}
-
-
-def _arguments_of(made: type[Optimizer]) -> set[str]:
-    return set(inspect.signature(made).parameters) - {"params", *OURS}

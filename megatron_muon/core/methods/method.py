@@ -51,10 +51,6 @@ class Work:
         flat = memory.view(-1).view(torch.uint8)
         return Work({**self._buffers, name: flat})
 
-    def nbytes(self, name: str) -> int:
-        """Bytes of a buffer."""
-        return self._buffers[name].nbytes
-
     def take(
         self,
         name: str,

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,17 @@ from emerging_optimizers.utils import fp32_matmul_precision
 from torch import Tensor
 
 from megatron_muon.core import launches
-from megatron_muon.core.cost import GRAM, KERNEL, QUACK, Coefficients, Iteration
+from megatron_muon.core.cost import (
+    GRAM,
+    HALVES,
+    KERNEL,
+    MOST_TOGETHER,
+    QUACK,
+    TOGETHER,
+    WORK_OF_LAUNCHES,
+    Coefficients,
+    Iteration,
+)
 from megatron_muon.core.layout import Matrix
 from megatron_muon.core.methods import symmetric
 from megatron_muon.core.methods.method import BlockState, Method, Work
@@ -112,11 +123,33 @@ class NewtonSchulz(Method):
         count: int,
         element_bytes: int,
     ) -> dict[str, int]:
-        return self.iteration.work_bytes(kind, count, element_bytes)
+        iteration = self.iteration.with_steps(kind.steps)
+        method = iteration.method_for(kind.smaller, kind.longer, kind.team)
+        each = self.dtype.itemsize
+        rows = min(count, self.together(kind)) * kind.smaller
+        wide = rows * kind.length * each
+        small = rows * kind.smaller * each
+        sizes = {"wide": wide, "r": small, "z": small}
+        if max(iteration.runs(method)) > 1:
+            sizes |= {"q": small, "t": small}
+        if kind.team > 1:
+            sizes["sum"] = 4 * rows * kind.smaller  # in fp32
+        if each != element_bytes:
+            sizes["x"] = wide
+        return sizes
 
     @override
     def together(self, kind: BlockKind) -> int:
-        return self.iteration.together(kind)
+        """Number of blocks that are iterated together, the same on all ranks of a team.
+
+        On a GPU small ones are more than `TOGETHER`: as many as have the device at work for twice
+        as long as the host takes for the launches of an iteration.
+        """
+        numel = kind.smaller * -(-kind.longer // kind.team)
+        if self.iteration.products is HALVES:
+            return max(1, TOGETHER["cpu"] // numel)
+        hides_launches = math.ceil(WORK_OF_LAUNCHES / (20 * kind.smaller * numel))
+        return max(1, TOGETHER["cuda"] // numel, min(MOST_TOGETHER // numel, hides_launches))
 
     @override
     def arithmetic(self) -> AbstractContextManager[None]:
@@ -162,24 +195,13 @@ class NewtonSchulz(Method):
         Coefficients are constants of a compilation, and the last step's depend on the scale and the
         number of steps.
         """
-        if self.iteration.products in (KERNEL, QUACK):
-            for kind in {self.kind(slot) for slot in slots}:
-                self._run_once(kind)
-
-    def _run_once(self, kind: BlockKind) -> None:
-        """Iterate over one block of ones."""
-        shape = 1, kind.smaller, kind.length
-        stack = torch.ones(shape, dtype=self.dtype, device=self.device)
-        sizes = self.work_bytes(kind, 1, stack.itemsize)
-        work = Work.allocated(sizes, self.device)
-        factors = torch.ones(
-            1,
-            1,
-            1,
-            dtype=torch.float32,
-            device=self.device,
-        )
-        self.run(stack, kind, factors, work)
+        if self.iteration.products not in (KERNEL, QUACK):
+            return
+        for kind in {self.kind(slot) for slot in slots}:
+            shape = 1, kind.smaller, kind.length
+            block = torch.ones(shape, dtype=self.dtype, device=self.device)
+            work = Work.allocated(self.work_bytes(kind, 1, block.itemsize), self.device)
+            self.run(block, kind, block.new_ones(1, 1, 1, dtype=torch.float32), work)
 
 
 @functools.cache
@@ -329,8 +351,7 @@ def _shifted(
         count, m, _ = q.shape
         programs = count * -(-m * m // _ELEMENTS)
         tensors = [q, factor]
-        constants = [m, m * m, _ELEMENTS]
-        launches.launch("shift", programs, tensors, constants, 2 * q.nbytes, numbers=[a])
+        launches.launch("shift", programs, tensors, [a, m, m * m, _ELEMENTS], 2 * q.nbytes)
     else:
         sums = torch.add(diagonal, products.work.one, alpha=a).mul_(factor[:, 0])
         torch.mul(q, factor, out=q)

@@ -22,11 +22,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_unflatten
 
 from megatron_muon.core.cost import TOGETHER
-from megatron_muon.core.methods.candidate import Candidate, Leaf, eager, seeded, values_by_slot
+from megatron_muon.core.methods.candidate import Candidate, Leaf, seeded, values_by_slot
 from megatron_muon.core.methods.method import UPDATES, BlockState, Method, Work
-from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.slices import BlockKind, BlockSlice
-from megatron_muon.core.teams import TeamGroup
 
 LEAST_FACTOR = 2.0**-51
 """Of blocks with a largest magnitude up to 2^50, about 1e15; larger ones count as not finite."""
@@ -121,15 +119,15 @@ class OwnerMethod(Method):
 
     @override
     def arithmetic(self) -> AbstractContextManager[None]:
+        found: AbstractContextManager[None] = nullcontext()
         if self.device.type == "cpu":
-            return eager()
-        if not self._is_random:
-            return nullcontext()
-        from torch._inductor import config
+            found = torch.compiler.set_stance("force_eager")
+        elif self._is_random:
+            from torch._inductor import config
 
-        # compiled and eager code, which shapes choose between, draw the same numbers then
-        patch: AbstractContextManager[None] = config.patch(fallback_random=True)
-        return patch
+            # compiled and eager code, which shapes choose between, draw the same numbers then
+            found = config.patch(fallback_random=True)
+        return found
 
     @override
     def run(
@@ -140,11 +138,9 @@ class OwnerMethod(Method):
         work: Work,
         *,
         state: BlockState | None = None,
-        team: TeamGroup | None = None,
-        probe: Probe = SILENT,
+        **_: Any,
     ) -> None:
         assert state is not None
-        assert team is None
         shape = len(stack), *shape_of(kind)
         blocks = stack.mT if kind.is_tall else stack
         parameters = work.take("parameters", shape, torch.float32).zero_()

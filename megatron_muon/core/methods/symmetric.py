@@ -27,28 +27,20 @@ def products_on(device: torch.device, dtype: torch.dtype) -> Products:
     """
     if device.type == "cpu":
         return HALVES
-    if dtype == torch.bfloat16 and _is_faster_with_quack(device):
-        return QUACK
-    has_kernel = (
-        device.type == "cuda"
-        and dtype == torch.bfloat16
-        and muon_utils.triton_kernels.HAS_TRITON_340
-        and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return DENSE
+    is_faster = FASTER_WITH_QUACK and torch.cuda.get_device_name(device).startswith(
+        FASTER_WITH_QUACK
     )
-    return KERNEL if has_kernel else DENSE
+    if is_faster and importlib.util.find_spec("quack"):
+        return QUACK
+    has_hardware = torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return KERNEL if has_hardware and muon_utils.triton_kernels.HAS_TRITON_340 else DENSE
 
 
 FASTER_WITH_QUACK: tuple[str, ...] = ()
 """Names of GPUs, or their beginnings, on which `python -m benchmarks.gpu` and `doctor --gpu --only
 arithmetic` have shown QuACK's products to be faster, within the proven bounds."""
-
-
-def _is_faster_with_quack(device: torch.device) -> bool:
-    return bool(
-        FASTER_WITH_QUACK
-        and torch.cuda.get_device_name(device).startswith(FASTER_WITH_QUACK)
-        and importlib.util.find_spec("quack")
-    )
 
 
 class SymmetricProducts:

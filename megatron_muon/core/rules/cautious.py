@@ -27,7 +27,7 @@ class CautiousDecay(Rule):
 
     @override
     def after(self, part: HeldRows) -> None:
-        memory = torch.empty_like(part.flat) if part.scratch is None else part.scratch
+        memory = part.scratch_like(part.flat)
         flats = memory.split([rows.numel() for rows in part.rows])
         products = []
         for rows, weights, flat in zip(part.rows, part.state, flats, strict=True):

@@ -52,12 +52,11 @@ class Hyperball(Rule):
 
     def __init__(self, held: Held, options: Options) -> None:
         super().__init__(held, options)
-        count = len(held.layout.matrices)
         self.move: Callable[[Tensor, Tensor], None] | None = None
         # ||w||^2, ||u||^2 and <w, u> of each weight and its update; zeros without a gradient
         self.sums = torch.zeros(
             3,
-            count,
+            len(held.layout.matrices),
             dtype=torch.float32,
             device=held.device,
         )
@@ -123,7 +122,7 @@ class Hyperball(Rule):
     def end(self) -> None:
         """Move the weights over the sphere along the updates. Collective."""
         self.held.add_up(self.sums, alike=self.held.replicated)
-        shrink, pace = self._numbers(self.sums)
+        shrink, pace = self._numbers()
         of_updates = (shrink * pace).neg_()
         if self.move is not None:
             self.move(shrink, of_updates)
@@ -137,26 +136,22 @@ class Hyperball(Rule):
 
     def _measure(self, indices: Sequence[int]) -> None:
         """Write ||w||^2, ||u||^2 and <w, u> of these weights and updates."""
-        weights = []
-        updates = []
+        weights, updates = zip(*map(self._waiting.__getitem__, indices), strict=True)
         products = []
-        for index in indices:
-            weight, update = self._waiting[index]
-            weights.append(weight)
-            updates.append(update)
+        for weight, update in zip(weights, updates, strict=True):
             flat = update.reshape(-1).float()
             products.append(torch.dot(weight.reshape(-1).float(), flat))
-        norms = torch._foreach_norm(weights + updates, dtype=torch.float32)
+        norms = torch._foreach_norm([*weights, *updates], dtype=torch.float32)
         torch._foreach_mul_(norms, norms)
         entries = [row[index] for row in self._entries for index in indices]
         torch._foreach_copy_(entries, [*norms, *products])
 
-    def _numbers(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+    def _numbers(self) -> tuple[Tensor, Tensor]:
         """For each matrix `shrink` and `pace` of w <- shrink * (w - pace * update).
 
-        `sums` are ||w||^2, ||update||^2 and <w, update>; without an update, shrink is 1 and pace 0.
+        Without an update, shrink is 1 and pace 0.
         """
-        of_weight, of_update, product = sums
+        of_weight, of_update, product = self.sums
         radius = of_weight.sqrt()
         pace = radius / of_update.sqrt().clamp_min(EPS)
         start = 0

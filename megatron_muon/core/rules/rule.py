@@ -59,11 +59,10 @@ class Rule:
 
     def zeros(
         self,
-        slot: str,
         index: int,
         parameter: Tensor,
     ) -> Tensor:
-        """A slot's first state for a matrix, fp32, a DTensor as `parameter` is."""
+        """The first state of each slot for a matrix, fp32, a DTensor as `parameter` is."""
         return torch.zeros_like(
             parameter.detach(),
             dtype=torch.float32,

@@ -124,7 +124,6 @@ class NorMuon(SecondMoment):
     @override
     def zeros(
         self,
-        slot: str,
         index: int,
         parameter: Tensor,
     ) -> Tensor:
