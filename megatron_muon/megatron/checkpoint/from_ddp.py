@@ -29,6 +29,7 @@ from megatron_muon.checkpoint.torch_dist import (
     read_object,
 )
 from megatron_muon.errors import UserError
+from megatron_muon.megatron.flags.named_optimizer import is_class
 from megatron_muon.megatron.model.matrices import with_all_experts
 from megatron_muon.megatron.upstream import (
     ShardedTensor,
@@ -37,7 +38,7 @@ from megatron_muon.megatron.upstream import (
     parallel_state,
 )
 from megatron_muon.ranks import say
-from megatron_muon.settings import UPSTREAM, MuonSettings, flag_of
+from megatron_muon.settings import AUTO, OURS, UPSTREAM, MuonSettings, flag_of
 
 _STATE = "optimizer.state."
 _MAIN_WEIGHT = "fp32_param"
@@ -52,24 +53,23 @@ _OBJECTS = (*_ALWAYS, "opt_param_scheduler")
 
 
 def settle_matrices(args: Any) -> None:
-    """Set --muon-matrices auto to upstream where the run that wrote the checkpoint had that choice.
+    """Set --muon-matrices auto to the choice of the run that wrote the checkpoint of --load.
 
-    megatron-core's own Muon has; ours keeps the flag among the checkpoint's arguments.
+    It remains auto, which is ours, without a checkpoint that can be read. Ours keeps the flag among
+    the checkpoint's arguments; megatron-core's own Muon has one choice.
     """
-    if args.muon_matrices != "auto" or args.load is None:
+    if args.muon_matrices != AUTO or args.load is None or is_class(args.optimizer):
         return
     with contextlib.suppress(Exception):  # loading reports a damaged checkpoint
         iteration = args.ckpt_step or folders.latest(Path(args.load))
         assert iteration is not None
         folder = folders.iteration_folder(Path(args.load), iteration)
         if is_torch_dist(folder):
-            optimizer = read_object(folder, COMMON)["args"].optimizer
-            is_upstream = optimizer == "muon"
+            is_upstream = read_object(folder, COMMON)["args"].optimizer == "muon"
         else:
             stored = content.read(folder, ["args"])["args"]
-            is_upstream = stored.muon_matrices == UPSTREAM
-        if is_upstream:
-            args.muon_matrices = UPSTREAM
+            is_upstream = getattr(stored, "muon_matrices", AUTO) == UPSTREAM
+        args.muon_matrices = UPSTREAM if is_upstream else OURS
 
 
 class TorchDistSource:

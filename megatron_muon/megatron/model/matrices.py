@@ -92,6 +92,8 @@ def tag_for_muon(
     Muon.
     """
     for name, parameter, path in _trained(model_chunks):
+        if not hasattr(parameter, "is_upstreams"):  # before marks of this package
+            parameter.is_upstreams = _is_upstreams(parameter)
         if "experts" in name and "shared" not in name:
             parameter.expert_tp = True
         # A custom model's; 0.19 refuses --moe-single-grouped-weight under Megatron-FSDP.
@@ -165,6 +167,13 @@ def is_muon_matrix(parameter: torch.Tensor) -> bool:
     return is_matrix and not embedding and getattr(parameter, "use_muon", True)
 
 
+def _is_upstreams(parameter: torch.Tensor) -> bool:
+    """True if megatron-core's own Muon takes a parameter that this package has not marked."""
+    embedding = getattr(parameter, "is_embedding_or_output_parameter", False)
+    is_left = installed().HEEDS_USE_MUON and not getattr(parameter, "use_muon", True)
+    return parameter.ndim == 2 and not embedding and not is_left
+
+
 def muon_matrices(model_chunks: Sequence[Any]) -> dict[Any, str]:
     """The trainable parameters that Muon takes, with their names."""
     names = parameter_names(model_chunks)
@@ -177,8 +186,7 @@ def unlike_upstream(model_chunks: Sequence[Any], config: MuonOptimizerConfig) ->
     for parameter, name in parameter_names(model_chunks).items():
         if not parameter.requires_grad:
             continue
-        is_theirs = parameter.ndim == 2
-        is_theirs &= not getattr(parameter, "is_embedding_or_output_parameter", False)
+        is_theirs = parameter.is_upstreams
         difference = ""
         if is_theirs != is_muon_matrix(parameter):
             difference = "theirs" if is_theirs else "ours"

@@ -21,6 +21,10 @@ PATCHES: tuple[Callable[[Patches], None], ...] = ()
 """Patches for this version alone, under Megatron-FSDP."""
 
 
+HEEDS_USE_MUON = False
+"""Whether megatron-core's own Muon leaves a parameter with `use_muon = False` to Adam."""
+
+
 def has_marked(module: Any) -> bool:
     """True if megatron-core itself leaves a weight of this module to Adam."""
     return False

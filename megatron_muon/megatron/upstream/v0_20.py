@@ -11,6 +11,7 @@ from megatron_muon.patching import Patches
 WRAPPER = FullyShardedDataParallelV1
 CUT_BY_LAYER = ("optim", "optim_grads", "optim_grads_params")
 SPLIT = ("handle_swiglu_in_state_dict", "handle_mla_down_proj_in_state_dict")
+HEEDS_USE_MUON = True
 _MIXERS = ("MambaMixer", "GatedDeltaProductMixer")
 
 
