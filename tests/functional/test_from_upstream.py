@@ -195,6 +195,15 @@ def test_every_destination_continues_and_nothing_is_lost_in_silence(training: Tr
     run = training(*ours(), *cli.words("--load upstream --ckpt-step 2"))
     assert run.returncode == 2
     assert "is of another model: decoder.final_layernorm.bias is not in it" in run.output
+    # these were loaded in part
+    run = training(*ours(), *load, *cli.words("--num-layers 2 --finetune"))
+    assert run.returncode == 2
+    assert "linear_fc1.weight is (3, 192, 40) in the checkpoint" in run.output
+    run = training(*ours(), *load, *ROPE)
+    assert run.returncode == 2
+    assert f"this one lacks 1 of its weights: {LEARNED}" in run.output
+    run = training(*ours(), *load, *ROPE, "--no-strict-fsdp-dtensor-load").checked()
+    assert f"that this model lacks are left out, 1: {LEARNED}" in run.output
 
     # the comparison can fail: without a third of the momentum
     shutil.copytree(training.folder / "upstream", training.folder / "broken")

@@ -93,7 +93,7 @@ def tag_for_muon(
     """
     for name, parameter, path in _trained(model_chunks):
         if not hasattr(parameter, "is_upstreams"):  # before marks of this package
-            parameter.is_upstreams = _is_upstreams(parameter)
+            parameter.is_upstreams = not installed().IS_LEFT_OUT(parameter)
         if "experts" in name and "shared" not in name:
             parameter.expert_tp = True
         # A custom model's; 0.19 refuses --moe-single-grouped-weight under Megatron-FSDP.
@@ -165,13 +165,6 @@ def is_muon_matrix(parameter: torch.Tensor) -> bool:
     embedding = getattr(parameter, "is_embedding_or_output_parameter", False)
     is_matrix = parameter.ndim == 2 or getattr(parameter, "expert_stack", False)
     return is_matrix and not embedding and getattr(parameter, "use_muon", True)
-
-
-def _is_upstreams(parameter: torch.Tensor) -> bool:
-    """True if megatron-core's own Muon takes a parameter that this package has not marked."""
-    embedding = getattr(parameter, "is_embedding_or_output_parameter", False)
-    is_left = installed().HEEDS_USE_MUON and not getattr(parameter, "use_muon", True)
-    return parameter.ndim == 2 and not embedding and not is_left
 
 
 def muon_matrices(model_chunks: Sequence[Any]) -> dict[Any, str]:
