@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,12 @@ from megatron_muon.megatron.upstream import (
 from megatron_muon.ranks import say
 from megatron_muon.settings import AUTO, OURS, UPSTREAM, MuonSettings, flag_of
 
+type State = dict[str, Any]
+"""A state dict, or a part of it."""
+
 _STATE = "optimizer.state."
 _MAIN_WEIGHTS = "optimizer.state.fp32_param."
-_NO_STATE: dict[str, Any] = {"state": {}, "param_to_group_meta": {}}
+_NO_STATE: State = {"state": {}, "param_to_group_meta": {}}
 _SAME_GROUP = ("optimizer", "wd_mult", "lr_mult", "is_decoupled_lr")
 _BEST_GROUP = ("max_lr", "min_lr", "is_expert_parallel")
 _CHAINED = re.compile(r"^(chained_\d+\.)+")
@@ -86,7 +89,7 @@ class TorchDistSource:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.common: dict[str, Any] = read_object(folder, COMMON)
+        self.common: State = read_object(folder, COMMON)
         if self.common is None:
             raise UserError(
                 f"{folder} is of a megatron-core before 0.17, with common.pt; load and save it with"
@@ -94,7 +97,7 @@ class TorchDistSource:
             )
         self._groups = list(_parameter_groups(self.common.get("optimizer", {})))
         self._reader: TorchDistReader | None = None
-        self._settings: dict[str, dict[str, Any]] = {}  # of each parameter's stored group
+        self._settings: dict[str, State] = {}  # of each parameter's stored group
 
     @property
     def is_release(self) -> bool:
@@ -106,7 +109,7 @@ class TorchDistSource:
         """The scalar optimizer's count of steps; None without its state."""
         return next((float(group[STEP]) for group in self._groups if STEP in group), None)
 
-    def entries(self, state: Mapping[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+    def entries(self, state: State, model: torch.nn.Module) -> State:
         """The entries that it would have in the fsdp_dtensor format, of those that are requested.
 
         Weights that are not requested are among them. `state` is a preprocessed state dict.
@@ -129,88 +132,81 @@ class TorchDistSource:
         for name, weight in state["model"].items():
             for prefix in ("", _MAIN_WEIGHTS):  # the last that the checkpoint has counts
                 present(f"model.{name}", name, weight, prefix)
-        objects = []
+        found: State = {}
         for name, slots in optimizer["state"].items():
             for slot, value in slots.items():
+                entry = f"{_STATE}{name}.{slot}"
                 if slot != STEP:
-                    present(f"{_STATE}{name}.{slot}", name, value, f"{_STATE}{slot}.")
+                    present(entry, name, value, f"{_STATE}{slot}.")
                 elif self.step is not None:
-                    objects.append(f"{_STATE}{name}.{STEP}")
+                    found[entry] = BytesStorageMetadata()
         for name, meta in optimizer["param_to_group_meta"].items():
             self._settings[name] = self._settings_of(meta)
-            objects += [setting(name, key) for key in self._settings[name]]
-        found = dict.fromkeys(objects, BytesStorageMetadata())
+            for key in self._settings[name]:
+                found[setting(name, key)] = BytesStorageMetadata()
         for key, tensor in reader.unused():
             if not _CHAINED.sub("", key).startswith("optimizer."):
                 found[f"model.{key}"] = tensor
         return found | reader.read_metadata().state_dict_metadata
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: State) -> None:
         """Fill a state dict that `entries` can fill. Collective."""
         optimizer = state.get("optimizer", _NO_STATE)
         tensors = {}
         for name, slots in optimizer["state"].items():
-            tensors[name] = {slot: value for slot, value in slots.items() if slot != STEP}
+            tensors[name] = dict(slots)
             if STEP in slots:
-                slots[STEP].fill_(self.step)
+                tensors[name].pop(STEP).fill_(self.step)
         wanted = {"model": state["model"], "optimizer": {"state": tensors}}
         load_entries(wanted, storage_reader=self._reader, planner=TorchDistPlanner())
         for parameter, meta in optimizer["param_to_group_meta"].items():
             stored = self._settings[parameter]
             meta.update({name: stored[name] for name in meta})
 
-    def load_objects(self, state: dict[str, Any]) -> None:
+    def load_objects(self, state: State) -> None:
         """Take arguments, iteration, schedule and, if they fit, random numbers."""
         for name in _OBJECTS:
             if name in self.common and (name in state or name in _ALWAYS):
                 state[name] = self.common[name]
-        if state.get("rng_state"):
-            found = self._random_numbers()
-            state["rng_state"] = found or state["rng_state"]
-            if found is None:
-                say(
-                    "megatron-muon: warning: the checkpoint has another tensor-parallel size, or no"
-                    " random-number state; it starts anew"
-                )
-
-    def _random_numbers(self) -> dict[str, Any] | None:
-        """The random-number state of this rank; None from another tensor-parallel size."""
-        size = parallel_state.get_tensor_model_parallel_world_size()
+        if not state.get("rng_state"):
+            return
         rank = parallel_state.get_tensor_model_parallel_rank()
+        size = parallel_state.get_tensor_model_parallel_world_size()
         stages = self.common["args"].pipeline_model_parallel_size
-        name = f"rng_state/shard_0.{rank}_{stages}.{size}"
-        found = read_object(self.folder, name)
-        return {f"(0, {rank})": found} if found else None
+        found = read_object(self.folder, f"rng_state/shard_0.{rank}_{stages}.{size}")
+        if found is not None:
+            state["rng_state"] = {f"(0, {rank})": found}
+            return
+        say(
+            "megatron-muon: warning: the checkpoint has another tensor-parallel size, or no"
+            " random-number state; it starts anew"
+        )
 
     def warn_of_other_settings(self, args: Any) -> None:
         """Print the settings of Muon that differ from those of the run that wrote it."""
         theirs = vars(self.common["args"])
-        ours = set(MuonSettings.__dataclass_fields__)
+        ours = {*MuonSettings.__dataclass_fields__}
         if args.tensor_model_parallel_size == theirs["tensor_model_parallel_size"] == 1:
             ours.add("muon_tp_mode")
-        names = [name for name in theirs if name.startswith("muon_") and name not in ours]
-        other = [name for name in names if getattr(args, name, theirs[name]) != theirs[name]]
-        if other:
-            shown = ", ".join(f"{flag_of(name)} {theirs[name]}" for name in other)
-            say(
-                f"megatron-muon: warning: the checkpoint's run had {shown}; this run has"
-                f" {', '.join(str(getattr(args, name)) for name in other)}"
-            )
+        for name, value in theirs.items():
+            own = getattr(args, name, value)
+            if name.startswith("muon_") and name not in ours and own != value:
+                say(
+                    f"megatron-muon: warning: the checkpoint's run had {flag_of(name)} {value};"
+                    f" this run has {own}"
+                )
 
-    def _settings_of(self, meta: Mapping[str, Any]) -> dict[str, Any]:
+    def _settings_of(self, meta: State) -> State:
         """The settings of the stored group that a run's group with these settings was."""
 
-        def misses(group: Mapping[str, Any]) -> int:
-            return sum(group.get(name) != meta.get(name) for name in _BEST_GROUP)
+        def misses(group: State, names: Sequence[str]) -> int:
+            return sum(group.get(name) != meta.get(name) for name in names)
 
-        same = []
-        for group in self._groups:
-            if all(group.get(name) == meta.get(name) for name in _SAME_GROUP):
-                same.append(group)
-        return min(same, key=misses, default={})
+        same = [group for group in self._groups if not misses(group, _SAME_GROUP)]
+        return min(same, key=lambda group: misses(group, _BEST_GROUP), default={})
 
 
-def _parameter_groups(optimizer: Mapping[Any, Any]) -> Iterator[dict[str, Any]]:
+def _parameter_groups(optimizer: Mapping[Any, Any]) -> Iterator[State]:
     """The parameter groups of a chain of optimizers, each with its count of steps if any."""
     if "param_groups" not in optimizer:
         for member in optimizer.values():
@@ -230,13 +226,13 @@ class _Layout(torch.nn.Module):
         super().__init__()
         self.model: Any = model
 
-    def forward(self, metadata: dict[str, Any]) -> dict[str, Any]:
+    def forward(self, metadata: State) -> State:
         """State with parameters and buffers themselves."""
-        found: dict[str, Any] = self.model.sharded_state_dict(metadata=metadata)
+        found: State = self.model.sharded_state_dict(metadata=metadata)
         return found
 
 
-def _locate(model: Any, metadata: Mapping[str, Any]) -> dict[str, list[Part]]:
+def _locate(model: Any, metadata: State) -> dict[str, list[Part]]:
     """Where this rank's parameters and buffers are, by names with experts of all ranks.
 
     Tensors without storage, of a tensor-parallel rank's shapes, stand in for shards.
