@@ -32,7 +32,7 @@ from megatron_muon.megatron.upstream import (
 from megatron_muon.settings import flag_of
 from megatron_muon.tools.models.weights import Weights, local_name
 
-type Tensors = Mapping[str, Any]
+type Tensors = dict[str, Any]
 """Tensors of parameters, by name."""
 
 _STATE = "optimizer.state."
