@@ -115,3 +115,37 @@ def test_a_checkpoint_before_0_17_is_refused(
     monkeypatch.setattr(from_ddp, "read_object", lambda folder, name: None)
     with pytest.raises(UserError, match=r"is of a megatron-core before 0\.17, with common\.pt"):
         from_ddp.TorchDistSource(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "stored", "own", "choice"),
+    [
+        ("muon", {"optimizer": "muon"}, None, "upstream"),
+        ("muon", {"optimizer": "adam"}, None, "ours"),
+        ("muon", None, {"muon_matrices": "upstream"}, "upstream"),
+        ("muon", None, {"muon_matrices": "auto"}, "ours"),
+        ("muon", None, {}, "ours"),  # of Adam
+        ("muon", None, None, "auto"),
+        ("soap", {"optimizer": "muon"}, None, "auto"),
+    ],
+)
+def test_auto_follows_the_run_that_wrote_the_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    optimizer: str,
+    stored: dict[str, str] | None,
+    own: dict[str, str] | None,
+    choice: str,
+) -> None:
+    """`stored` are arguments in a torch_dist checkpoint, `own` in one of ours."""
+    monkeypatch.setattr(from_ddp, "is_torch_dist", lambda folder: stored is not None)
+    common = {"args": SimpleNamespace(**(stored or {}))}
+    monkeypatch.setattr(from_ddp, "read_object", lambda folder, name: common)
+    if own is not None:
+        ours = {"args": SimpleNamespace(**own)}
+        monkeypatch.setattr(from_ddp.content, "read", lambda folder, names: ours)
+    flags = SimpleNamespace(
+        optimizer=optimizer, muon_matrices="auto", load=str(tmp_path), ckpt_step=2
+    )
+    from_ddp.settle_matrices(flags)
+    assert flags.muon_matrices == choice
