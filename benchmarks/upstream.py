@@ -204,32 +204,43 @@ class Review(NamedTuple):
 
 
 def review(sources: Sources, rows: Sequence[Row], version: str) -> Review:
-    """Look up all rows that a version of megatron-core should have."""
+    """Look up all rows in a tree.
+
+    Rows without a digest of this version but with one of another either have no such name there, as
+    the table says, or are new: then they are as the others.
+    """
     errors: list[str] = []
     changed: dict[str, list[str]] = {}
     digests: dict[tuple[str, str], str] = {}
     for row in rows:
-        if not row.applies_to(version):
-            continue
         found = sources.find(row.module, row.name)
-        use = f"{row.ours}: {row.why}"
-        if not found:
-            errors.append(f"{row.path} is missing; {use}")
+        faults = list(_faults(row, sources, found))
+        if faults and not row.applies_to(version):
             continue
-        kinds = {each.kind for each in found}
-        is_known = _IMPORTED not in kinds
-        if is_known and row.kind not in kinds:
-            errors.append(f"{row.path} is a {' or a '.join(kinds)}, not a {row.kind}; {use}")
-        lost = set(row.takes) - set().union(*map(sources.parameters, found))
-        if is_known and lost:
-            errors.append(f"{row.path} no longer accepts {', '.join(sorted(lost))}; {use}")
-        if row.kind == "module":
+        errors += faults
+        if row.kind == "module" or not found:
             continue
         digests[row.module, row.name] = now = digest(found)
         for known, before in row.digests.items():
             if before != now:
-                changed.setdefault(known, []).append(f"{row.path}; {use}")
+                changed.setdefault(known, []).append(f"{row.path}; {row.ours}: {row.why}")
     return Review(errors, changed, digests)
+
+
+def _faults(row: Row, sources: Sources, found: Sequence[Definition]) -> Iterator[str]:
+    """Differences of a name's definitions from its row."""
+    use = f"{row.ours}: {row.why}"
+    if not found:
+        yield f"{row.path} is missing; {use}"
+        return
+    kinds = {each.kind for each in found}
+    if _IMPORTED in kinds:
+        return
+    if row.kind not in kinds:
+        yield f"{row.path} is a {' or a '.join(kinds)}, not a {row.kind}; {use}"
+    lost = set(row.takes) - set().union(*map(sources.parameters, found))
+    if lost:
+        yield f"{row.path} no longer accepts {', '.join(sorted(lost))}; {use}"
 
 
 def write(table: Path, digests: Mapping[tuple[str, str], str], version: str) -> None:

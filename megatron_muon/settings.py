@@ -14,8 +14,8 @@ from megatron_muon.errors import UserError, word_settings
 TP_MODE = "duplicated"
 """Default of --muon-tp-mode: updates independent of tensor parallelism; 0.19 has blockwise."""
 
-UPSTREAM = "upstream"
-"""The choice of --muon-matrices that follows megatron-core's own Muon."""
+AUTO, OURS, UPSTREAM = "auto", "ours", "upstream"
+"""Values of --muon-matrices; the last follows megatron-core's own Muon."""
 
 METRICS_INTERVAL = 10
 """Default of --muon-metrics-interval; in custom scripts it is 0."""

@@ -2,8 +2,8 @@
 
 Both are written by torch's distributed checkpointing, but torch_dist stacks layers and experts:
 `decoder.layers.mlp.linear_fc2.weight` is `(layers, rows, columns)`, and the gate and up of a gated
-projection are one tensor. `TorchDistReader` presents rectangles of these tensors under other names,
-so that each rank reads the rows of its shards alone. No collectives.
+projection are one tensor. `TorchDistReader` presents parts of these tensors under other names, so
+that each rank reads the rows of its shards alone. No collectives.
 
     SAVE_DIR/iter_0000008/metadata.json            {"sharded_backend": "torch_dist", ...}
     SAVE_DIR/iter_0000008/.metadata                torch's index
@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import add, sub
 from pathlib import Path
 from typing import Any
 
@@ -37,23 +38,26 @@ COMMON = "common_state/shard_0_1"
 
 FORMAT = "torch_dist"
 
+type Position = tuple[int, ...]
+
 
 @dataclass(frozen=True)
-class Rectangle:
-    """A part of a stored tensor, and its place in a tensor with fewer axes.
+class Part:
+    """A rectangle of a stored tensor, and its place in a tensor that lacks the first axes.
 
-    `offsets` are of the stored tensor, whose first axes (layer, expert) the other tensor lacks.
+    These axes, of layers and experts, have size 1 in the rectangle.
     """
 
     key: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    place: tuple[int, ...]
+    whole: torch.Size  # of the stored tensor
+    offsets: Position  # in the stored tensor
+    sizes: Position
+    place: Position
 
     @property
-    def leading(self) -> tuple[int, ...]:
+    def leading(self) -> Position:
         """The position on the axes that the other tensor lacks."""
-        return self.offsets[: len(self.offsets) - len(self.sizes)]
+        return self.offsets[: len(self.offsets) - len(self.place)]
 
 
 def is_torch_dist(folder: Path) -> bool:
@@ -72,75 +76,90 @@ def read_object(folder: Path, name: str) -> Any:
 
 
 class TorchDistReader(Reader):
-    """Reads tensors that `rectangles` make of stored ones, by name.
+    """Reads tensors that are made of parts of stored ones.
 
-    `sizes` are the whole sizes of these tensors. Names whose stored tensors are missing are left
-    out.
+    Attributes:
+        stored: the checkpoint's entries.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        rectangles: Mapping[str, Sequence[Rectangle]],
-        sizes: Mapping[str, torch.Size],
-    ) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._stored = super().read_metadata()
-        self._source: dict[MetadataIndex, tuple[MetadataIndex, tuple[int, ...]]] = {}
-        chunks = _chunks_by_position(self._stored, _keys(rectangles))
-        self._tensors: dict[str, TensorStorageMetadata] = {}
-        for name, parts in rectangles.items():
-            if all(part.key in self._stored.state_dict_metadata for part in parts):
-                self._tensors[name] = self._describe(name, parts, sizes[name], chunks)
+        self._index = super().read_metadata()
+        self.stored: dict[str, Any] = self._index.state_dict_metadata
+        self._tensors: dict[str, Any] = {}
+        self._chunks: dict[str, dict[Position, list[MetadataIndex]]] = {}
+        self._source: dict[MetadataIndex, tuple[MetadataIndex, Position]] = {}
+
+    def present(self, name: str, parts: Sequence[Part], shape: torch.Size) -> None:
+        """Make a tensor of parts, unless one of them is missing.
+
+        If a stored tensor has another size, the checkpoint is of another model: this one gets that
+        size, and cannot be read.
+        """
+        chunks: list[ChunkStorageMetadata] = []
+        entry = None
+        for part in parts:
+            entry = self.stored.get(part.key)
+            if entry is None:
+                return
+            if entry.size == part.whole:
+                chunks += self._present_part(name, part)
+            else:
+                shape = entry.size
+        if entry is not None:
+            self._tensors[name] = TensorStorageMetadata(entry.properties, shape, chunks)
+
+    def unused(self) -> Iterator[tuple[str, TensorStorageMetadata]]:
+        """Stored tensors of which no part is presented, with their names."""
+        for key, entry in self.stored.items():
+            if isinstance(entry, TensorStorageMetadata) and key not in self._chunks:
+                yield key, entry
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """An index of the tensors made."""
-        return replace(self._stored, state_dict_metadata=dict(self._tensors))
+        return replace(self._index, state_dict_metadata=dict(self._tensors))
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
         """Read the parts that a plan requests; `planner` is a `TorchDistPlanner`."""
         items = [self._of_stored(item) for item in plan.items]
         return super().read_data(replace(plan, items=items), planner)
 
-    def _describe(
-        self,
-        name: str,
-        parts: Sequence[Rectangle],
-        size: torch.Size,
-        chunks: Mapping[tuple[str, tuple[int, ...]], Sequence[tuple[int, ChunkStorageMetadata]]],
-    ) -> TensorStorageMetadata:
+    def _present_part(self, name: str, part: Part) -> list[ChunkStorageMetadata]:
+        """The intersections of a part with stored chunks, as chunks of the tensor made."""
         made = []
-        for part in parts:
-            for number, chunk in chunks.get((part.key, part.leading), ()):
-                common = _intersection(part, chunk)
-                if common is None:
-                    continue
-                start, sizes = common
-                first = len(part.leading)
-                place = [
-                    at - offset + here
-                    for at, offset, here in zip(
-                        start[first:], part.offsets[first:], part.place, strict=True
-                    )
-                ]
-                stored = MetadataIndex(part.key, chunk.offsets, number)
-                within = tuple(a - b for a, b in zip(start, chunk.offsets, strict=True))
-                self._source[MetadataIndex(name, torch.Size(place))] = (stored, within)
-                made.append(ChunkStorageMetadata(torch.Size(place), torch.Size(sizes[first:])))
-        stored_as: Any = self._stored.state_dict_metadata[parts[0].key]
-        properties = stored_as.properties
-        return TensorStorageMetadata(properties, size, made)
+        lacking = len(part.leading)
+        for index in self._chunks_of(part):
+            chunk = self.stored[part.key].chunks[index.index]
+            start, sizes = _intersection(part, chunk)
+            if min(sizes, default=1) <= 0:
+                continue
+            moved = tuple(map(sub, start, part.offsets))[lacking:]
+            place = torch.Size(map(add, part.place, moved))
+            within = tuple(map(sub, start, chunk.offsets))
+            self._source[MetadataIndex(name, place)] = (index, within)
+            made.append(ChunkStorageMetadata(place, torch.Size(sizes[lacking:])))
+        return made
+
+    def _chunks_of(self, part: Part) -> list[MetadataIndex]:
+        """Stored chunks at a part's position on the leading axes."""
+        if part.key not in self._chunks:
+            found = self._chunks[part.key] = defaultdict(list)
+            lacking = len(part.leading)
+            for number, chunk in enumerate(self.stored[part.key].chunks):
+                assert all(size == 1 for size in chunk.sizes[:lacking]), part.key
+                index = MetadataIndex(part.key, chunk.offsets, number)
+                found[tuple(chunk.offsets[:lacking])].append(index)
+        return self._chunks[part.key].get(part.leading, [])
 
     def _of_stored(self, item: ReadItem) -> ReadItem:
-        index = MetadataIndex(item.storage_index.fqn, item.storage_index.offset)
-        stored, within = self._source[index]
+        stored, within = self._source[item.storage_index]
         lacking = len(within) - len(item.storage_offsets)
-        offsets = (0,) * lacking + tuple(item.storage_offsets)
+        offsets = (*(0,) * lacking, *item.storage_offsets)
         return replace(
             item,
             storage_index=stored,
-            storage_offsets=torch.Size(a + b for a, b in zip(within, offsets, strict=True)),
-            lengths=torch.Size((1,) * lacking + tuple(item.lengths)),
+            storage_offsets=torch.Size(map(add, within, offsets)),
+            lengths=torch.Size((*(1,) * lacking, *item.lengths)),
         )
 
 
@@ -155,36 +174,10 @@ class TorchDistPlanner(Planner):
         return target[(None,) * lacking]
 
 
-def _keys(rectangles: Mapping[str, Sequence[Rectangle]]) -> Iterator[tuple[str, int]]:
-    """The stored tensors that are needed, with their number of leading axes."""
-    for parts in rectangles.values():
-        for part in parts:
-            yield part.key, len(part.leading)
-
-
-def _chunks_by_position(
-    stored: Metadata, keys: Iterable[tuple[str, int]]
-) -> dict[tuple[str, tuple[int, ...]], list[tuple[int, ChunkStorageMetadata]]]:
-    """Stored chunks with their numbers, by key and position on the leading axes."""
-    found = defaultdict(list)
-    for key, leading in dict(keys).items():
-        entry = stored.state_dict_metadata.get(key)
-        for number, chunk in enumerate(getattr(entry, "chunks", ())):
-            assert all(size == 1 for size in chunk.sizes[:leading]), key
-            found[key, tuple(chunk.offsets[:leading])].append((number, chunk))
-    return found
-
-
-def _intersection(
-    part: Rectangle, chunk: ChunkStorageMetadata
-) -> tuple[list[int], list[int]] | None:
-    """Offsets and sizes, in the stored tensor; None without elements."""
-    sizes = (1,) * len(part.leading) + part.sizes
-    start = [max(a, b) for a, b in zip(part.offsets, chunk.offsets, strict=True)]
-    stop = []
-    for offset, size, at, length in zip(
-        part.offsets, sizes, chunk.offsets, chunk.sizes, strict=True
-    ):
-        stop.append(min(offset + size, at + length))
-    found = [b - a for a, b in zip(start, stop, strict=True)]
-    return (start, found) if all(size > 0 for size in found) else None
+def _intersection(part: Part, chunk: ChunkStorageMetadata) -> tuple[Position, Position]:
+    """Offsets in the stored tensor and sizes, which are positive if there are elements."""
+    start = tuple(map(max, part.offsets, chunk.offsets))
+    part_stop = map(add, part.offsets, part.sizes)
+    chunk_stop = map(add, chunk.offsets, chunk.sizes)
+    stop = map(min, part_stop, chunk_stop)
+    return start, tuple(map(sub, stop, start))

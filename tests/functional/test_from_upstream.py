@@ -6,10 +6,13 @@ torch_dist checkpoint is made here, by its own code. `-s` prints the losses side
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,22 @@ ROUND_TRIPS = {
         *cli.words("--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2"),
     ),
 }
+MOE = cli.words("--num-experts 4 --moe-router-topk 2")
+TP_2 = cli.words("--tensor-model-parallel-size 2 --make-vocab-size-divisible-by 1")
+EP_2 = cli.words("--expert-model-parallel-size 2")
+PP_2 = cli.words("--pipeline-model-parallel-size 2")
+FOUR_LAYERS = cli.words("--num-layers 4")
+UNTIED = cli.words("--untie-embeddings-and-output-weights")
+MOVES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+    "TP 2 to 1": (SWIGLU, TP_2, ()),
+    "TP 1 to 2": (SWIGLU, (), TP_2),
+    "EP 2 to 1": ((*SWIGLU, *ROPE, *MOE), EP_2, ()),
+    "EP 1 to 2": ((*SWIGLU, *ROPE, *MOE), (), EP_2),
+    "PP 2": ((*SWIGLU, *FOUR_LAYERS), PP_2, ()),
+    "PP 2, untied, to TP 2": ((*SWIGLU, *FOUR_LAYERS, *UNTIED), PP_2, TP_2),
+    "experts, PP 2 to EP 2": ((*SWIGLU, *FOUR_LAYERS, *ROPE, *MOE), PP_2, EP_2),
+}
+"""Flags of the model, of megatron-core's layout, and of ours; two ranks each."""
 STRATEGIES = ("optim_grads_params", "no_shard", "optim", "optim_grads")
 
 
@@ -114,6 +133,20 @@ def test_a_round_trip_has_the_losses_of_a_run_that_stayed(training: Trainings, l
     assert_same(back, stayed)
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("move", MOVES)
+def test_a_checkpoint_of_another_layout_continues(training: Trainings, move: str) -> None:
+    """The padded vocabulary is the same; dropout is 0, as random numbers start anew."""
+    model, theirs, own = MOVES[move]
+    stayed = losses(upstream(training, *model, *theirs, "--save", "upstream"))
+    load = cli.words("--load upstream --ckpt-step 2")
+    run = training(*ours(), *model, *own, *load)
+    assert list(losses(run)) == [3, 4, 5, 6]
+    for number, loss in losses(run).items():
+        print(f"| {move} | {number} | {stayed[number]:.6f} | {loss:.6f} |")
+    assert_same(losses(run), stayed)
+
+
 def without_momentum(folder: Path) -> None:
     """Take the momentum of one stack of matrices out of a checkpoint's index."""
     index = folder / ".metadata"
@@ -162,6 +195,15 @@ def test_every_destination_continues_and_nothing_is_lost_in_silence(training: Tr
     run = training(*ours(), *cli.words("--load upstream --ckpt-step 2"))
     assert run.returncode == 2
     assert "is of another model: decoder.final_layernorm.bias is not in it" in run.output
+    # these were loaded in part
+    run = training(*ours(), *load, *cli.words("--num-layers 2 --finetune"))
+    assert run.returncode == 2
+    assert "norm.weight is (3, 40) in the checkpoint and (40,) in this model" in run.output
+    run = training(*ours(), *load, *ROPE)
+    assert run.returncode == 2
+    assert f"this one lacks 1 of its weights: {LEARNED}" in run.output
+    run = training(*ours(), *load, *ROPE, "--no-strict-fsdp-dtensor-load").checked()
+    assert f"that this model lacks are left out, 1: {LEARNED}" in run.output
 
     # the comparison can fail: without a third of the momentum
     shutil.copytree(training.folder / "upstream", training.folder / "broken")
@@ -172,6 +214,62 @@ def test_every_destination_continues_and_nothing_is_lost_in_silence(training: Tr
     assert "lacks 3 entries of optimizer state: decoder.layers.0.mlp.linear_fc2" in run.output
     run = training(*ours(), *load, "--muon-allow-missing-state")
     assert losses(run)[4] != pytest.approx(stayed[4], abs=100 * TOLERANCE)
+
+
+MODEL_FLAGS = cli.words(
+    "--num-layers --hidden-size --ffn-hidden-size --num-attention-heads --seq-length"
+    " --max-position-embeddings"
+)
+
+
+def without_model(training: Trainings) -> Trainings:
+    """Runs without the flags that size the model."""
+    flags = list(training.flags)
+    for flag in MODEL_FLAGS:
+        while flag in flags:
+            place = flags.index(flag)
+            del flags[place : place + 2]
+    return replace(training, flags=tuple(flags))
+
+
+def plan(training: Trainings, *flags: str) -> dict[str, Any]:
+    """The figures that `megatron-muon plan` has for a run on two ranks, and `printed`."""
+    (training.folder / "run.yaml").write_text("MODEL_ARGS: {}\n", "utf-8")
+    command = [sys.executable, "-m", "megatron_muon.cli", "plan", "--config", "run.yaml"]
+    command += cli.words("--world-size 2 --hardware cpu-2core --json plan.json")
+    run = cli.run([*command, *training.line(*flags)], training.folder).checked()
+    figures = json.loads((training.folder / "plan.json").read_text("utf-8"))
+    return {**figures, "printed": run.output}
+
+
+@pytest.mark.wide
+def test_a_checkpoint_has_the_model_and_the_matrices_of_run_and_plan(training: Trainings) -> None:
+    """Muon has learned positions then, which it has not in a plan without --load."""
+    stayed = losses(upstream(training, *SWIGLU, "--save", "upstream"))
+    own = (*ours(), *cli.words("--load upstream --ckpt-step 2"))
+    bare = without_model(training)
+    run = bare(*own, "--use-checkpoint-args")
+    assert_same(losses(run), stayed)
+    (digest,) = set(re.findall(r"megatron-muon: plan ([0-9a-f]+)", run.output))
+    for figures in (plan(training, *own, *SWIGLU), plan(bare, *own, "--use-checkpoint-args")):
+        assert figures["digest"] == digest
+        assert "has no checkpoint here" not in figures["printed"]
+    figures = plan(training, *ours(), *SWIGLU, "--load", "elsewhere")
+    assert figures["digest"] != digest
+    assert "--load elsewhere has no checkpoint here" in figures["printed"]
+
+
+@pytest.mark.wide
+def test_another_padding_of_the_vocabulary_is_refused_with_the_flag(training: Trainings) -> None:
+    """Tensor parallelism pads to multiples of TP size times --make-vocab-size-divisible-by."""
+    flags = (*SWIGLU, *TP_2, *cli.words("--make-vocab-size-divisible-by 6"))
+    stayed = losses(upstream(training, *flags, "--save", "upstream"))
+    load = (*ours(), *SWIGLU, *cli.words("--load upstream --ckpt-step 2"))
+    run = training(*load)
+    assert run.returncode == 2
+    assert "embedding.word_embeddings.weight is (264, 40) in the checkpoint" in run.output
+    assert "for the same padding, use --make-vocab-size-divisible-by 264" in run.output
+    assert_same(losses(training(*load, *cli.words("--make-vocab-size-divisible-by 264"))), stayed)
 
 
 @pytest.mark.wide

@@ -118,6 +118,27 @@ def test_weights_that_the_model_lacks_are_refused(
     assert "left out, 1: output_layer.weight" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("rows", "ranks", "remedy"),
+    [
+        (50432, 1, "use --make-vocab-size-divisible-by 50432"),
+        (50304, 2, "use --make-vocab-size-divisible-by 25152"),
+        (50304, 5, "give this run its model flags"),
+        (32000, 1, "give this run its model flags"),
+    ],
+)
+def test_another_padding_of_the_vocabulary_names_the_flag(
+    tmp_path: Path, rows: int, ranks: int, remedy: str
+) -> None:
+    """GPT-2's vocabulary has 50,304 rows, and 50,432 at tensor-parallel size 2."""
+    name = "module.embedding.word_embeddings.weight"
+    entries = written(tmp_path, {"model": {name: torch.ones(rows, 1)}})
+    args = SimpleNamespace(vocab_size=50257, tensor_model_parallel_size=ranks)
+    model = {name: torch.zeros(50400, 1)}
+    with pytest.raises(UserError, match=remedy):
+        checkpoint_loading._requested_state({"model": model}, entries, tmp_path, args)
+
+
 def test_what_is_missing() -> None:
     state = ("a.momentum_buffer", "b.exp_avg", "b.exp_avg_sq", "b.step", "d.exp_avg")
     settings = (content.setting("a", "lr"), content.setting("d", "eps"))

@@ -147,6 +147,18 @@ def test_excluded_matrices_still_take_room_in_their_bucket(planned: Any) -> None
         planned(TINY | {"muon_exclude": "ruoter"}, 2)
 
 
+def test_a_checkpoint_that_is_elsewhere_is_noted(
+    planned: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It could have been megatron-core's own Muon's, which takes other matrices."""
+    (everything,) = planned(TINY, 2)
+    assert "note" not in capsys.readouterr().out
+    assert planned(TINY | {"load": "elsewhere"}, 2) == [everything]
+    assert "--load elsewhere has no checkpoint here" in capsys.readouterr().out
+    planned(TINY | {"load": "elsewhere", "muon_matrices": "ours"}, 2)
+    assert "note" not in capsys.readouterr().out
+
+
 def test_latent_attention_and_predicted_tokens_are_listed(planned: Any) -> None:
     flags = {name: value for name, value in MOE.items() if "quer" not in name}
     latent = LATENT_ATTENTION | {"position_embedding_type": "rope", "mtp_num_layers": 1}

@@ -5,6 +5,7 @@ table says so.
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from megatron_muon.errors import UserError
 from megatron_muon.matrices.table import Row, doubt, table
 from megatron_muon.matrices.views import Matrices
 from megatron_muon.megatron.model import matrices as mp
+from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.patterns import matching
 
 WORDS, POSITIONS, WIDTH = 64, 32, 16
@@ -93,6 +95,77 @@ def test_marks_of_megatron_and_of_scripts_decide_where_they_are():
     matrices, others = tagged(model)
     assert matrices == ["blocks.2.weight", "lm_head.weight"]
     assert others["blocks.0.weight"] == "output layer"
+
+
+class MambaMixer(nn.Module):
+    """megatron-core 0.20 marks its projection by the class's name."""
+
+    def __init__(self, **marks: Any) -> None:
+        super().__init__()
+        self.in_proj = nn.Linear(WIDTH, 48, bias=False)
+        vars(self.in_proj.weight).update(partition_sizes=(16, 32), **marks)
+
+
+class Layer(nn.Module):
+    """A layer whose weights megatron-core's own Muon treats otherwise, but for two."""
+
+    def __init__(self, **marks: Any) -> None:
+        super().__init__()
+        self.linear_qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.linear_proj = nn.Linear(WIDTH, WIDTH)
+        self.gate = nn.Linear(WIDTH, 1)
+        self.mixer = MambaMixer(**marks)
+        self.experts = nn.Module()
+        self.experts.stack = nn.Parameter(torch.zeros(4, 8, WIDTH))
+        self.excluded = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.marked = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.marked.weight.use_muon = False
+
+
+class Stack(nn.Module):
+    """Two layers, and tables of which megatron-core marks one."""
+
+    def __init__(self, **marks: Any) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.words.weight.is_embedding_or_output_parameter = True
+        self.positions = nn.Embedding(POSITIONS, WIDTH)
+        self.layers = nn.ModuleList(Layer(**marks) for _ in range(2))
+
+
+@pytest.mark.parametrize("heeds", [False, True], ids=["0.19", "0.20"])
+def test_differences_from_megatrons_own_muon_are_listed(
+    monkeypatch: pytest.MonkeyPatch, heeds: bool
+) -> None:
+    """0.20's leaves out what is marked: it was listed as taken, and Mamba's as taken whole."""
+
+    def is_left_out(parameter: Any) -> bool:
+        is_table = hasattr(parameter, "is_embedding_or_output_parameter")
+        is_marked = heeds and not getattr(parameter, "use_muon", True)
+        return parameter.ndim != 2 or is_table or is_marked
+
+    version = SimpleNamespace(
+        IS_LEFT_OUT=is_left_out,
+        has_marked=lambda module: heeds and isinstance(module, MambaMixer),
+    )
+    monkeypatch.setattr(mp, "installed", lambda: version)
+
+    def differences(**settings: Any) -> set[str]:
+        chunk = Wrapped(Stack(**marks), exclude=["excluded"], **settings)
+        mp.tag_for_muon([chunk], **settings)  # again, after its own marks
+        return set(mp.unlike_upstream([chunk], MuonOptimizerConfig()))
+
+    marks = {"use_muon": False} if heeds else {}
+    marked = set() if heeds else {"layers.*.marked.weight (theirs)"}
+    expected = {
+        "positions.weight (theirs)",
+        "layers.*.gate.weight (theirs)",
+        "layers.*.excluded.weight (theirs)",
+        "layers.*.experts.stack (ours)",
+        f"layers.*.mixer.in_proj.weight ({'ours' if heeds else 'blocks'})",
+    }
+    assert differences() == expected | marked
+    assert differences(like_upstream=True) == {"layers.*.excluded.weight (theirs)"} | marked
 
 
 def test_the_table_says_why_and_what_is_split() -> None:

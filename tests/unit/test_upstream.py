@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 import megatron.core
 import pytest
 import torch
+import yaml
 from megatron.training import checkpointing, training
 
 from benchmarks import upstream as command
@@ -259,6 +260,34 @@ def test_a_changed_tree_is_reviewed(tree, tmp_path, file, old, new, errors, chan
         assert error.endswith("; x.y: to test")
     listed = [line.split(";")[0] for line in found.changed.get("0.20.0", [])]
     assert listed == [f"megatron.core.part.{name}" for name in changed]
+
+
+def test_a_new_row_gets_the_digest_of_each_version_that_has_its_name(tree, tmp_path):
+    """A row that had the digest of one version was taken for a name that others lack."""
+    rows = small_table(tmp_path)
+    digests = {row.path: dict(row.digests) for row in rows}
+    for row in rows:
+        if row.digests:
+            row.digests = {"0.19.2": row.digests["0.20.0"]}
+    (tree / "part.py").write_text(BEFORE.replace("def function", "def gone"))
+    (tree / "base.py").write_text(BASE.replace("return 2", "return 3"))
+    found = command.review(command.Sources(tmp_path), rows, "0.20.0")
+    assert found.errors == []
+    assert "function" not in {name for _, name in found.digests}
+    kept = digests["megatron.core.part.Child"]["0.20.0"]
+    assert found.digests["megatron.core.part", "Child"] == kept
+    assert [line.split(";")[0] for line in found.changed["0.19.2"]] == ["megatron.core.part.helped"]
+
+    table = tmp_path / "table.yaml"
+    modules = {}
+    for row in rows:
+        fields = {"kind": row.kind, "why": row.why, "ours": row.ours, "digests": row.digests}
+        modules.setdefault(row.module, {})[row.name] = fields
+    table.write_text(yaml.safe_dump(modules))
+    command.write(table, found.digests, "0.20.0")
+    written = yaml.safe_load(table.read_text())["megatron.core.part"]
+    assert written["Child"]["digests"] == {"0.19.2": kept, "0.20.0": kept}
+    assert written["function"]["digests"].keys() == {"0.19.2"}
 
 
 def test_the_command_fails_for_a_tree_without_the_names(tree, tmp_path, capsys):

@@ -9,26 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_entries
+from torch.func import functional_call
 
 from megatron_muon.checkpoint import content, folders
 from megatron_muon.checkpoint.content import STEP, plain, setting
 from megatron_muon.checkpoint.torch_dist import (
     COMMON,
-    Rectangle,
+    Part,
     TorchDistPlanner,
     TorchDistReader,
     is_torch_dist,
     read_object,
 )
 from megatron_muon.errors import UserError
+from megatron_muon.megatron.flags.named_optimizer import is_class
 from megatron_muon.megatron.model.matrices import with_all_experts
 from megatron_muon.megatron.upstream import (
     ShardedTensor,
@@ -37,10 +39,14 @@ from megatron_muon.megatron.upstream import (
     parallel_state,
 )
 from megatron_muon.ranks import say
-from megatron_muon.settings import UPSTREAM, MuonSettings, flag_of
+from megatron_muon.settings import AUTO, OURS, UPSTREAM, MuonSettings, flag_of
+
+type State = dict[str, Any]
+"""A state dict, or a part of it."""
 
 _STATE = "optimizer.state."
-_MAIN_WEIGHT = "fp32_param"
+_MAIN_WEIGHTS = "optimizer.state.fp32_param."
+_NO_STATE: State = {"state": {}, "param_to_group_meta": {}}
 _SAME_GROUP = ("optimizer", "wd_mult", "lr_mult", "is_decoupled_lr")
 _BEST_GROUP = ("max_lr", "min_lr", "is_expert_parallel")
 _CHAINED = re.compile(r"^(chained_\d+\.)+")
@@ -52,24 +58,23 @@ _OBJECTS = (*_ALWAYS, "opt_param_scheduler")
 
 
 def settle_matrices(args: Any) -> None:
-    """Set --muon-matrices auto to upstream where the run that wrote the checkpoint had that choice.
+    """Set --muon-matrices auto to the choice of the run that wrote the checkpoint of --load.
 
-    megatron-core's own Muon has; ours keeps the flag among the checkpoint's arguments.
+    It remains auto, which is ours, without a checkpoint that can be read. Ours keeps the flag among
+    the checkpoint's arguments; megatron-core's own Muon has one choice.
     """
-    if args.muon_matrices != "auto" or args.load is None:
+    if args.muon_matrices != AUTO or args.load is None or is_class(args.optimizer):
         return
     with contextlib.suppress(Exception):  # loading reports a damaged checkpoint
         iteration = args.ckpt_step or folders.latest(Path(args.load))
         assert iteration is not None
         folder = folders.iteration_folder(Path(args.load), iteration)
         if is_torch_dist(folder):
-            optimizer = read_object(folder, COMMON)["args"].optimizer
-            is_upstream = optimizer == "muon"
+            is_upstream = read_object(folder, COMMON)["args"].optimizer == "muon"
         else:
             stored = content.read(folder, ["args"])["args"]
-            is_upstream = stored.muon_matrices == UPSTREAM
-        if is_upstream:
-            args.muon_matrices = UPSTREAM
+            is_upstream = getattr(stored, "muon_matrices", AUTO) == UPSTREAM
+        args.muon_matrices = UPSTREAM if is_upstream else OURS
 
 
 class TorchDistSource:
@@ -77,14 +82,22 @@ class TorchDistSource:
 
     Attributes:
         common: all that is no tensor.
+
+    Raises:
+        UserError: it is older than megatron-core 0.17.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.common: dict[str, Any] = read_object(folder, COMMON) or {}
+        self.common: State = read_object(folder, COMMON)
+        if self.common is None:
+            raise UserError(
+                f"{folder} is of a megatron-core before 0.17, with common.pt; load and save it with"
+                " that of 0.17 to 0.19 first"
+            )
         self._groups = list(_parameter_groups(self.common.get("optimizer", {})))
         self._reader: TorchDistReader | None = None
-        self._settings: dict[str, dict[str, Any]] = {}  # of each parameter's stored group
+        self._settings: dict[str, State] = {}  # of each parameter's stored group
 
     @property
     def is_release(self) -> bool:
@@ -96,126 +109,104 @@ class TorchDistSource:
         """The scalar optimizer's count of steps; None without its state."""
         return next((float(group[STEP]) for group in self._groups if STEP in group), None)
 
-    def entries(self, state: Mapping[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+    def entries(self, state: State, model: torch.nn.Module) -> State:
         """The entries that it would have in the fsdp_dtensor format, of those that are requested.
 
-        `state` is a preprocessed state dict.
+        Weights that are not requested are among them. `state` is a preprocessed state dict.
         """
+        optimizer = state.get("optimizer", _NO_STATE)
         located = _locate(model, self.common.get("content_metadata") or {})
-        stored = content.read_entries(self.folder)
-        keys = {_CHAINED.sub("", key): key for key in stored}
-        rectangles: dict[str, list[Rectangle]] = {}
-        sizes: dict[str, torch.Size] = {}
-        optimizer = state.get("optimizer", {"state": {}, "param_to_group_meta": {}})
+        reader = self._reader = TorchDistReader(self.folder)
+        keys = {_CHAINED.sub("", key): key for key in reader.stored}
         if optimizer["state"] and any(key.startswith(_IN_BUCKETS) for key in keys):
             raise UserError(
                 f"{self.folder} has state by bucket, which only the layout that wrote it can read;"
                 " save it again with --dist-ckpt-optim-fully-reshardable, or use --no-load-optim"
             )
-        for entry, name, slot, value in _wanted(state["model"], optimizer["state"]):
+
+        def present(entry: str, name: str, tensor: torch.Tensor, prefix: str) -> None:
             parts = _parts(plain(name), located)
-            if not parts:
-                continue
-            prefix = f"{_STATE}{slot}." if slot else f"{_STATE}{_MAIN_WEIGHT}."
-            if not slot and prefix + parts[0].key not in keys:
-                prefix = ""  # of an fp32 run
-            rectangles[entry] = []
-            sizes[entry] = value.shape
-            for part in parts:
-                key = keys.get(prefix + part.key, prefix + part.key)
-                rectangles[entry].append(part.rectangle(key))
-                size = getattr(stored.get(key), "size", part.whole)
-                if size != part.whole:  # another model's
-                    sizes[entry] = size[len(part.whole) - value.ndim :]
-        self._reader = TorchDistReader(self.folder, rectangles, sizes)
-        found: dict[str, Any] = dict(self._reader.read_metadata().state_dict_metadata)
+            stored = [replace(part, key=keys.get(prefix + part.key, "")) for part in parts]
+            reader.present(entry, stored, tensor.shape)
+
+        for name, weight in state["model"].items():
+            for prefix in ("", _MAIN_WEIGHTS):  # the last that the checkpoint has counts
+                present(f"model.{name}", name, weight, prefix)
+        found: State = {}
         for name, slots in optimizer["state"].items():
-            if STEP in slots and self.step is not None:
-                found[f"{_STATE}{name}.{STEP}"] = BytesStorageMetadata()
+            for slot, value in slots.items():
+                entry = f"{_STATE}{name}.{slot}"
+                if slot != STEP:
+                    present(entry, name, value, f"{_STATE}{slot}.")
+                elif self.step is not None:
+                    found[entry] = BytesStorageMetadata()
         for name, meta in optimizer["param_to_group_meta"].items():
             self._settings[name] = self._settings_of(meta)
             for key in self._settings[name]:
                 found[setting(name, key)] = BytesStorageMetadata()
-        return found
+        for key, tensor in reader.unused():
+            if not _CHAINED.sub("", key).startswith("optimizer."):
+                found[f"model.{key}"] = tensor
+        return found | reader.read_metadata().state_dict_metadata
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: State) -> None:
         """Fill a state dict that `entries` can fill. Collective."""
-        optimizer = state.get("optimizer", {"state": {}, "param_to_group_meta": {}})
+        optimizer = state.get("optimizer", _NO_STATE)
         tensors = {}
         for name, slots in optimizer["state"].items():
-            tensors[name] = {slot: value for slot, value in slots.items() if slot != STEP}
+            tensors[name] = dict(slots)
             if STEP in slots:
-                slots[STEP].fill_(self.step)
+                tensors[name].pop(STEP).fill_(self.step)
         wanted = {"model": state["model"], "optimizer": {"state": tensors}}
         load_entries(wanted, storage_reader=self._reader, planner=TorchDistPlanner())
         for parameter, meta in optimizer["param_to_group_meta"].items():
             stored = self._settings[parameter]
             meta.update({name: stored[name] for name in meta})
 
-    def load_objects(self, state: dict[str, Any]) -> None:
+    def load_objects(self, state: State) -> None:
         """Take arguments, iteration, schedule and, if they fit, random numbers."""
         for name in _OBJECTS:
             if name in self.common and (name in state or name in _ALWAYS):
                 state[name] = self.common[name]
-        if state.get("rng_state"):
-            found = self._random_numbers()
-            state["rng_state"] = found or state["rng_state"]
-            if found is None:
-                say(
-                    "megatron-muon: warning: the checkpoint has another tensor-parallel size, or no"
-                    " random-number state; it starts anew"
-                )
-
-    def _random_numbers(self) -> dict[str, Any] | None:
-        """The random-number state of this rank; None from another tensor-parallel size."""
-        size = parallel_state.get_tensor_model_parallel_world_size()
+        if not state.get("rng_state"):
+            return
         rank = parallel_state.get_tensor_model_parallel_rank()
+        size = parallel_state.get_tensor_model_parallel_world_size()
         stages = self.common["args"].pipeline_model_parallel_size
-        name = f"rng_state/shard_0.{rank}_{stages}.{size}"
-        found = read_object(self.folder, name)
-        return {f"(0, {rank})": found} if found else None
+        found = read_object(self.folder, f"rng_state/shard_0.{rank}_{stages}.{size}")
+        if found is not None:
+            state["rng_state"] = {f"(0, {rank})": found}
+            return
+        say(
+            "megatron-muon: warning: the checkpoint has another tensor-parallel size, or no"
+            " random-number state; it starts anew"
+        )
 
     def warn_of_other_settings(self, args: Any) -> None:
         """Print the settings of Muon that differ from those of the run that wrote it."""
         theirs = vars(self.common["args"])
-        ours = set(MuonSettings.__dataclass_fields__)
+        ours = {*MuonSettings.__dataclass_fields__}
         if args.tensor_model_parallel_size == theirs["tensor_model_parallel_size"] == 1:
             ours.add("muon_tp_mode")
-        names = [name for name in theirs if name.startswith("muon_") and name not in ours]
-        other = [name for name in names if getattr(args, name, theirs[name]) != theirs[name]]
-        if other:
-            shown = ", ".join(f"{flag_of(name)} {theirs[name]}" for name in other)
-            say(
-                f"megatron-muon: warning: the checkpoint's run had {shown}; this run has"
-                f" {', '.join(str(getattr(args, name)) for name in other)}"
-            )
+        for name, value in theirs.items():
+            own = getattr(args, name, value)
+            if name.startswith("muon_") and name not in ours and own != value:
+                say(
+                    f"megatron-muon: warning: the checkpoint's run had {flag_of(name)} {value};"
+                    f" this run has {own}"
+                )
 
-    def _settings_of(self, meta: Mapping[str, Any]) -> dict[str, Any]:
+    def _settings_of(self, meta: State) -> State:
         """The settings of the stored group that a run's group with these settings was."""
 
-        def misses(group: Mapping[str, Any]) -> int:
-            return sum(group.get(name) != meta.get(name) for name in _BEST_GROUP)
+        def misses(group: State, names: Sequence[str]) -> int:
+            return sum(group.get(name) != meta.get(name) for name in names)
 
-        same = []
-        for group in self._groups:
-            if all(group.get(name) == meta.get(name) for name in _SAME_GROUP):
-                same.append(group)
-        return min(same, key=misses, default={})
+        same = [group for group in self._groups if not misses(group, _SAME_GROUP)]
+        return min(same, key=lambda group: misses(group, _BEST_GROUP), default={})
 
 
-def _wanted(
-    weights: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]
-) -> Iterator[tuple[str, str, str, Any]]:
-    """Entry, parameter, slot (none for weights) and tensor of all but counters."""
-    for name, value in weights.items():
-        yield f"model.{name}", name, "", value
-    for name, slots in state.items():
-        for slot, value in slots.items():
-            if slot != STEP:
-                yield f"{_STATE}{name}.{slot}", name, slot, value
-
-
-def _parameter_groups(optimizer: Mapping[Any, Any]) -> Iterator[dict[str, Any]]:
+def _parameter_groups(optimizer: Mapping[Any, Any]) -> Iterator[State]:
     """The parameter groups of a chain of optimizers, each with its count of steps if any."""
     if "param_groups" not in optimizer:
         for member in optimizer.values():
@@ -228,90 +219,74 @@ def _parameter_groups(optimizer: Mapping[Any, Any]) -> Iterator[dict[str, Any]]:
         yield {**group, **count}
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """Rows of a parameter, from `start`, in the stored tensor `key` of the size `whole`."""
+class _Layout(torch.nn.Module):
+    """Returns a model's `sharded_state_dict`; `functional_call` replaces parameters meanwhile."""
 
-    key: str
-    whole: torch.Size
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    place: tuple[int, ...]  # in the parameter, whole over tensor-parallel ranks
-    start: int
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model: Any = model
 
-    def rectangle(self, key: str) -> Rectangle:
-        """These rows of the weights, or of state stored as `key`."""
-        return Rectangle(key, self.offsets, self.sizes, self.place)
+    def forward(self, metadata: State) -> State:
+        """State with parameters and buffers themselves."""
+        found: State = self.model.sharded_state_dict(metadata=metadata)
+        return found
 
 
-def _stored(tensor: ShardedTensor) -> _Stored:
-    offsets = tuple(tensor.global_offset)
-    row = tensor.data[0].numel() if tensor.data.numel() else 1
-    return _Stored(
+def _locate(model: Any, metadata: State) -> dict[str, list[Part]]:
+    """Where this rank's parameters and buffers are, by names with experts of all ranks.
+
+    Tensors without storage, of a tensor-parallel rank's shapes, stand in for shards.
+    """
+    while isinstance(getattr(model, "module", None), torch.nn.Module):
+        model = model.module
+    stand_ins = {}
+    for name, parameter in model.named_parameters(prefix="model"):
+        shape = getattr(parameter, "orig_param", parameter).shape
+        stand_ins[name] = torch.empty(shape, dtype=parameter.dtype, device="meta")
+    tensors = [*stand_ins.items(), *model.named_buffers(prefix="model")]
+    names = {id(tensor): name.removeprefix("model.") for name, tensor in tensors}
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    given = {**metadata, "dp_cp_group": group}
+    located = {}
+    for entry in nested_values(functional_call(_Layout(model), stand_ins, (given,))):
+        name = names.get(id(getattr(entry, "data", None)))
+        if name is not None:
+            made = entry.build() if isinstance(entry, ShardedTensorFactory) else entry
+            located[name] = [_part(tensor) for tensor in nested_values([made])]
+    numbered = with_all_experts({name: name for name in located}, model.config)
+    return {numbered[name]: parts for name, parts in located.items()}
+
+
+def _part(tensor: ShardedTensor) -> Part:
+    lacking = tensor.prepend_axis_num
+    return Part(
         key=tensor.key,
         whole=torch.Size(tensor.global_shape),
-        offsets=offsets,
-        sizes=tuple(tensor.local_shape),
-        place=offsets[tensor.prepend_axis_num :],
-        start=tensor.data.storage_offset() // row,
+        offsets=tuple(tensor.global_offset),
+        sizes=(*(1,) * lacking, *tensor.local_shape),
+        place=tuple(tensor.global_offset[lacking:]),
     )
 
 
-def _locate(model: Any, metadata: Mapping[str, Any]) -> dict[str, list[_Stored]]:
-    """Where this rank's parameters and buffers are, by names with experts of all ranks."""
-    while isinstance(getattr(model, "module", None), torch.nn.Module):
-        model = model.module
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    parts: dict[str, list[_Stored]] = {}
-    with _on_meta(model):
-        tensors = [*model.named_parameters(), *model.named_buffers()]
-        names = {id(tensor): name for name, tensor in tensors}
-        stored = model.sharded_state_dict(metadata={**metadata, "dp_cp_group": group})
-        for entry in nested_values(stored):
-            name = names.get(id(getattr(entry, "data", None)))
-            if name is not None:
-                made = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
-                parts[name] = [_stored(tensor) for tensor in nested_values(made)]
-    numbered = with_all_experts({name: name for name in parts}, model.config)
-    return {numbered[name]: located for name, located in parts.items()}
+def _parts(name: str, located: Mapping[str, list[Part]]) -> list[Part]:
+    """The parts of a requested tensor, which may be a gated projection's half, at their rows.
+
+    A tensor-parallel rank has rows of each part, one part after the other.
+    """
+    whole = name if name in located else re.sub("_[wv]$", "", name)
+    parts = located.get(whole, [])
+    if len(parts) < 2:
+        return parts if name in located else []
+    rank = parts[0].place[0] // _rows(parts[0])
+    if name not in located:
+        parts = [parts[name.endswith("_v")]]
+    row = rank * sum(map(_rows, parts))
+    placed = []
+    for part in parts:
+        placed.append(replace(part, place=(row, *part.place[1:])))
+        row += _rows(part)
+    return placed
 
 
-def _parts(name: str, located: Mapping[str, list[_Stored]]) -> list[_Stored]:
-    """The parts of a requested tensor, which may be a gated projection's half."""
-    parts = located.get(name, [])
-    is_half = name not in located and name.endswith(("_w", "_v"))
-    if not is_half and len(parts) < 2:
-        return parts
-    chosen = parts
-    if is_half:
-        parts = located.get(name[:-2], [])
-        if len(parts) != 2:
-            return []
-        chosen = [replace(parts[name.endswith("_v")], start=0)]
-    # a tensor-parallel rank has rows of each part
-    rank = parts[0].place[0] // parts[0].sizes[0]
-    rows = rank * sum(part.sizes[0] for part in chosen)
-    return [replace(part, place=(rows + part.start, *part.place[1:])) for part in chosen]
-
-
-@contextlib.contextmanager
-def _on_meta(model: torch.nn.Module) -> Iterator[None]:
-    """Parameters of a tensor-parallel rank's shapes, without storage, in the place of shards."""
-    replaced = []
-    made: dict[torch.Tensor, torch.nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if parameter not in made:
-                shape = getattr(parameter, "orig_param", parameter).shape
-                meta = torch.empty(shape, dtype=parameter.dtype, device="meta")
-                made[parameter] = torch.nn.Parameter(meta, requires_grad=False)
-            replaced.append((module, name, parameter))
-    try:
-        for module, name, parameter in replaced:
-            module._parameters[name] = made[parameter]
-        yield
-    finally:
-        for module, name, parameter in replaced:
-            module._parameters[name] = parameter
+def _rows(part: Part) -> int:
+    return part.sizes[len(part.leading)]

@@ -281,7 +281,10 @@ def _requested_state(state: Any, entries: Mapping[str, Any], folder: Path, args:
     # ranks hold different experts, and must agree
     everywhere = list(zip(*of_all_ranks((replaced, absent, misfits)), strict=True))
     replaced, absent, misfits = (set().union(*of_ranks) for of_ranks in everywhere)
-    _require_same_weights(misfits, _dropped(weights, entries) if not misfits else [], folder, args)
+    if misfits:
+        remedy = _padding(weights, entries, args) or "give this run its model flags"
+        raise UserError(f"{folder} is of another model: {content.some(misfits)}; {remedy}")
+    _require_no_more(_dropped(weights, entries), folder, args)
     if absent and not args.muon_allow_missing_state:
         names = content.some(map(content.plain, absent))
         raise UserError(
@@ -329,17 +332,30 @@ def _uncounted(optimizer: Mapping[str, Any], entries: Mapping[str, Any]) -> set[
     return found
 
 
-def _require_same_weights(misfits: set[str], dropped: list[str], folder: Path, args: Any) -> None:
-    """Refuse a checkpoint of another model; weights that the model lacks may be left out."""
-    other = f"{folder} is of another model"
-    if misfits:
-        raise UserError(f"{other}: {content.some(misfits)}; give this run its model flags")
+def _padding(weights: Mapping[str, Any], entries: Mapping[str, Any], args: Any) -> str:
+    """The flag that pads the vocabulary as in a checkpoint; empty if that is not the difference."""
+    for name, tensor in weights.items():
+        stored = getattr(entries.get(f"model.{name}"), "size", tensor.shape)
+        is_table = name.endswith(".word_embeddings.weight")
+        if not is_table or stored == tensor.shape or stored[1:] != tensor.shape[1:]:
+            continue
+        multiple, rest = divmod(stored[0], args.tensor_model_parallel_size)
+        if rest == 0 and stored[0] >= (args.vocab_size or 0):
+            return f"for the same padding, use --make-vocab-size-divisible-by {multiple}"
+    return ""
+
+
+def _require_no_more(dropped: list[str], folder: Path, args: Any) -> None:
+    """Refuse a checkpoint with weights that the model lacks, unless they may be left out."""
     if not dropped:
         return
     names = content.some(dropped)
     if args.strict_fsdp_dtensor_load:
         remedy = "give this run its model flags, or --no-strict-fsdp-dtensor-load to leave them out"
-        raise UserError(f"{other}: this one lacks {len(dropped)} of its weights: {names}; {remedy}")
+        raise UserError(
+            f"{folder} is of another model: this one lacks {len(dropped)} of its weights: {names};"
+            f" {remedy}"
+        )
     count = f"left out, {len(dropped)}: {names}"
     _warn(f"weights of the checkpoint that this model lacks are {count}")
 

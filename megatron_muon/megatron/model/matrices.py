@@ -92,6 +92,8 @@ def tag_for_muon(
     Muon.
     """
     for name, parameter, path in _trained(model_chunks):
+        if not hasattr(parameter, "is_upstreams"):  # before marks of this package
+            parameter.is_upstreams = not installed().IS_LEFT_OUT(parameter)
         if "experts" in name and "shared" not in name:
             parameter.expert_tp = True
         # A custom model's; 0.19 refuses --moe-single-grouped-weight under Megatron-FSDP.
@@ -177,8 +179,7 @@ def unlike_upstream(model_chunks: Sequence[Any], config: MuonOptimizerConfig) ->
     for parameter, name in parameter_names(model_chunks).items():
         if not parameter.requires_grad:
             continue
-        is_theirs = parameter.ndim == 2
-        is_theirs &= not getattr(parameter, "is_embedding_or_output_parameter", False)
+        is_theirs = parameter.is_upstreams
         difference = ""
         if is_theirs != is_muon_matrix(parameter):
             difference = "theirs" if is_theirs else "ours"

@@ -23,11 +23,7 @@ from megatron_muon.core.probe import span
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.checkpoint import from_ddp, loading, saving
 from megatron_muon.megatron.flags.command_line import add_muon_arguments
-from megatron_muon.megatron.flags.named_optimizer import (
-    MEGATRONS,
-    is_class,
-    settle_matrix_optimizer,
-)
+from megatron_muon.megatron.flags.named_optimizer import MEGATRONS, settle_matrix_optimizer
 from megatron_muon.megatron.flags.refusals import FIELDS, NEEDS_MUON, CheckedRun, check
 from megatron_muon.megatron.muon_config import with_settings
 from megatron_muon.megatron.patches.fsdp import patch_megatron_fsdp
@@ -80,8 +76,7 @@ def follow(
             if not torch.cuda.is_available():
                 settle_device("auto")
             check_numbers(flags)
-            if not is_class(flags.optimizer):
-                from_ddp.settle_matrices(flags)
+            from_ddp.settle_matrices(flags)
             check(CheckedRun(flags, on_cpu=cpu.installed()))
             given.update({name: getattr(flags, name) for name in FIELDS})
             if not (flags.tensorboard_dir or flags.wandb_project):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_muon.megatron.upstream import FullyShardedDataParallel
+from megatron_muon.megatron.upstream import FullyShardedDataParallel, _is_nonlinear_or_embedding
 from megatron_muon.patching import Patches
 
 WRAPPER = FullyShardedDataParallel
@@ -16,6 +16,9 @@ CUT_BY_LAYER = ("optim_grads_params",)
 
 SPLIT = ("handle_swiglu_in_state_dict",)
 """Functions that split fused weights in checkpoints."""
+
+IS_LEFT_OUT = _is_nonlinear_or_embedding
+"""A function of a parameter, true if megatron-core's own Muon leaves it to Adam."""
 
 PATCHES: tuple[Callable[[Patches], None], ...] = ()
 """Patches for this version alone, under Megatron-FSDP."""

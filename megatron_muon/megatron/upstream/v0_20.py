@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_muon.megatron.upstream import FullyShardedDataParallelV1, get_args, training
+from megatron_muon.megatron.upstream import (
+    FullyShardedDataParallelV1,
+    _is_muon_excluded,
+    get_args,
+    training,
+)
 from megatron_muon.patching import Patches
 
 WRAPPER = FullyShardedDataParallelV1
 CUT_BY_LAYER = ("optim", "optim_grads", "optim_grads_params")
 SPLIT = ("handle_swiglu_in_state_dict", "handle_mla_down_proj_in_state_dict")
+IS_LEFT_OUT = _is_muon_excluded  # which heeds `use_muon`
 _MIXERS = ("MambaMixer", "GatedDeltaProductMixer")
 
 

@@ -7,6 +7,7 @@ save them. So the format is megatron-core's, and any parallel layout loads it.
 from __future__ import annotations
 
 import argparse
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from megatron_muon.checkpoint import content
 from megatron_muon.checkpoint.content import STEP
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.model.gpt import gpt_config
-from megatron_muon.megatron.model.matrices import parameter_names
 from megatron_muon.megatron.upstream import (
     ProcessGroupCollection,
     checkpointing,
@@ -32,6 +32,9 @@ from megatron_muon.megatron.upstream import (
 from megatron_muon.settings import flag_of
 from megatron_muon.tools.models.weights import Weights, local_name
 
+type Tensors = dict[str, Any]
+"""Tensors of parameters, by name."""
+
 _STATE = "optimizer.state."
 _SCHEDULE = "opt_param_scheduler."
 _FLOPS = "num_floating_point_operations_so_far"
@@ -42,19 +45,22 @@ _WITHOUT_COUNTERPART = (
     "muon_split_gated_mlp",
     "muon_ns_steps_for",
 )
-_ONE_PROCESS: dict[str, Any] = {
-    "rank": 0,
-    "world_size": 1,
-    "data_parallel_size": 1,
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": 1,
-    "sequence_parallel": False,
-    "num_distributed_optimizer_instances": 1,
-}
+_SIZES = (
+    "world_size",
+    "data_parallel_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "num_distributed_optimizer_instances",
+)
+"""Numbers of ranks."""
+
 _UNDER_DDP: dict[str, Any] = {
+    **dict.fromkeys(_SIZES, 1),
+    "rank": 0,
+    "sequence_parallel": False,
     "use_megatron_fsdp": False,
     "data_parallel_sharding_strategy": "no_shard",
     "use_distributed_optimizer": False,
@@ -82,7 +88,7 @@ def export(args: argparse.Namespace) -> None:
     stored = content.read(checkpoint.folder, ["iteration", *names])
     run = checkpoint.args
     has_experts_apart = run.expert_model_parallel_size > 1
-    vars(run).update(_ONE_PROCESS | _UNDER_DDP, save=str(out))
+    vars(run).update(_UNDER_DDP, save=str(out))
     cpu.install(force=True)
     _initialize(run)
     try:
@@ -93,10 +99,11 @@ def export(args: argparse.Namespace) -> None:
         optimizer = _optimizer(run, model)
         _fill(model, optimizer, checkpoint.tensors, stored)
         scheduler = training.get_optimizer_param_scheduler(optimizer)
-        schedule = {name: value for name, value in stored.items() if name.startswith(_SCHEDULE)}
-        scheduler.load_state_dict(
-            {name.removeprefix(_SCHEDULE): value for name, value in schedule.items()}
-        )
+        schedule = {}
+        for name, value in stored.items():
+            if name.startswith(_SCHEDULE):
+                schedule[name.removeprefix(_SCHEDULE)] = value
+        scheduler.load_state_dict(schedule)
         run.use_checkpoint_opt_param_scheduler = False
         checkpointing.save_checkpoint(
             stored["iteration"], [model], optimizer, scheduler, stored.get(_FLOPS, 0)
@@ -112,11 +119,10 @@ def _check(checkpoint: Weights) -> None:
     run = checkpoint.args
     if run.optimizer != "muon":
         raise UserError(f"{checkpoint.folder} is of --optimizer {run.optimizer}, not of muon")
-    given = [
-        name for name in _WITHOUT_COUNTERPART if getattr(run, name, None) not in (None, False, [])
-    ]
-    rates = {"muon_lr": run.lr, "muon_min_lr": run.min_lr}
-    given += [name for name, rate in rates.items() if getattr(run, name, None) not in (None, rate)]
+    given = [name for name in _WITHOUT_COUNTERPART if getattr(run, name, None)]
+    for name, rate in {"muon_lr": run.lr, "muon_min_lr": run.min_lr}.items():
+        if getattr(run, name, None) not in (None, rate):
+            given.append(name)
     if given:
         flags = ", ".join(map(flag_of, given))
         raise UserError(f"{checkpoint.folder}: megatron-core's own Muon has no {flags}")
@@ -148,41 +154,37 @@ def _optimizer(run: argparse.Namespace, model: Any) -> Any:
     return optimizer
 
 
-def _fill(
-    model: Any,
-    optimizer: Any,
-    weights: Mapping[str, torch.Tensor],
-    stored: Mapping[str, Any],
-) -> None:
+def _fill(model: Any, optimizer: Any, weights: Tensors, stored: Mapping[str, Any]) -> None:
     """Give model and optimizer a checkpoint's weights and state."""
-    names = parameter_names([model])
-    state: dict[str, dict[str, Any]] = {}
+    state: dict[str, Tensors] = defaultdict(dict)
     for entry, value in stored.items():
         if entry.startswith(_STATE):
             parameter, slot = entry.removeprefix(_STATE).rsplit(".", 1)
-            state.setdefault(slot, {})[local_name(parameter)] = value
-    by_main = {getattr(p, "main_param", p): name for p, name in names.items()}
+            state[slot][local_name(parameter)] = value
+    names = {}
     with torch.no_grad():
-        for buffer, tensor in model.named_buffers():
-            if buffer in weights:
-                tensor.copy_(weights[buffer])
-        for parameter, name in names.items():
-            whole = _whole(name, weights)
-            parameter.copy_(whole)
-            if hasattr(parameter, "main_param"):
-                parameter.main_param.copy_(whole)
+        for name, buffer in model.named_buffers():
+            if name in weights:
+                buffer.copy_(weights[name])
+        for name, parameter in model.named_parameters():
+            main = getattr(parameter, "main_param", parameter)
+            names[main] = name
+            for tensor in {parameter, main}:
+                tensor.copy_(_whole(name, weights))
     lost = []
     for member in optimizer.chained_optimizers:
         inner = member.optimizer
         for group in inner.param_groups:
             for parameter in group["params"]:
-                name = by_main[parameter]
+                name = names[parameter]
                 for slot, tensor in inner.state[parameter].items():
-                    try:
-                        tensor.copy_(_whole(name, state.get(slot, {})))
-                    except KeyError:
+                    found = _whole(name, state[slot])
+                    if found is None:
                         lost.append(f"{name} has no {slot}")
-                step = _step(name, state)
+                    else:
+                        tensor.copy_(found)
+                counts = state[STEP]
+                step = counts.get(name, counts.get(f"{name}_w"))
                 if step is not None:
                     inner.state[parameter][STEP] = torch.tensor(float(step))
                     group[STEP] = int(step)  # as FusedAdam counts
@@ -193,14 +195,9 @@ def _fill(
         )
 
 
-def _whole(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A tensor that may be stored as gate and up."""
-    if name in tensors:
-        return tensors[name]
-    return torch.cat([tensors[f"{name}_w"], tensors[f"{name}_v"]])
-
-
-def _step(name: str, state: Mapping[str, Mapping[str, Any]]) -> float | None:
-    counts = state.get(STEP, {})
-    found: float | None = counts.get(name, counts.get(f"{name}_w"))
-    return found
+def _whole(name: str, tensors: Tensors) -> Any:
+    """A tensor, which may be stored as gate and up; None if it is missing."""
+    gate, up = tensors.get(f"{name}_w"), tensors.get(f"{name}_v")
+    if gate is None or up is None:
+        return tensors.get(name)
+    return torch.cat([gate, up])

@@ -22,9 +22,10 @@ import torch
 from megatron_muon.core.layout import Layout
 from megatron_muon.errors import UserError, quiet_imports
 from megatron_muon.megatron import prepare
+from megatron_muon.megatron.checkpoint.from_ddp import settle_matrices
 from megatron_muon.megatron.flags import command_line as arguments
 from megatron_muon.megatron.flags.config_file import given_flags, load_config, merge
-from megatron_muon.megatron.flags.named_optimizer import LION, MEGATRONS
+from megatron_muon.megatron.flags.named_optimizer import LION, MEGATRONS, is_class
 from megatron_muon.megatron.model import matrices as mp
 from megatron_muon.megatron.model.gpt import gpt_config
 from megatron_muon.megatron.model.matrices import muon_matrices, restore_attributes, tag_for_muon
@@ -41,7 +42,8 @@ from megatron_muon.megatron.upstream import mcore_fsdp_adapter as adapter
 from megatron_muon.megatron.upstream import parallel_state as mpu
 from megatron_muon.megatron.upstream import param_and_grad_buffer as buffers
 from megatron_muon.patching import Patches
-from megatron_muon.settings import UPSTREAM, steps_for
+from megatron_muon.ranks import say
+from megatron_muon.settings import AUTO, UPSTREAM, steps_for
 from megatron_muon.tools.plan.estimate import Group
 from megatron_muon.tools.plan.planned_cuts import PieceHolders, bucket_shards
 
@@ -62,9 +64,9 @@ _PLANNED = {
     "hybrid_layer_pattern": (None,),
     "pipeline_model_parallel_size": (1,),
 }
-_NO_EXCHANGE = f"--optimizer {LION} exchanges nothing, so there is nothing to plan; leave it out"
-
 """Values of settings that can be planned."""
+
+_NO_EXCHANGE = f"--optimizer {LION} exchanges nothing, so there is nothing to plan; leave it out"
 
 
 class _Environment(dict[str, str]):
@@ -123,6 +125,12 @@ def _arguments(
     args._is_global_batch_size_explicitly_specified = False
     args.micro_batch_size = args.micro_batch_size or 1
     args.save = None
+    settle_matrices(args)
+    if args.load is not None and args.muon_matrices == AUTO and not is_class(args.optimizer):
+        say(
+            f"megatron-muon: note: --load {args.load} has no checkpoint here, which could choose"
+            " other matrices; planned with --muon-matrices ours"
+        )
     prepare.complete(args)
     return args
 
