@@ -268,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for error in found.errors:
         print(f"error: {error}")
     for known, lines in sorted(found.changed.items()):
-        print(f"\nother bodies than in {known}: {len(lines)}")
+        print(f"\ncode differs from {known}, to be reviewed: {len(lines)}")
         print("\n".join(f"  {line}" for line in lines))
     print(f"\nmegatron-core {version}, {len(rows)} names: {len(found.errors)} errors")
     if args.write:

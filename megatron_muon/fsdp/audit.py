@@ -31,12 +31,13 @@ class Audit:
     Args:
         part: the matrices, of which this rank has rows.
         held: their layout over all ranks that hold them.
-        interval: audit every so many steps, and the first one after a start or load; 0 is never.
+        interval: audit every so many steps, and the first one with a learning rate after a start or
+            load; 0 is never.
         whole_step: takes a step on a whole matrix.
 
     Attributes:
         steps: taken so far; to be set where a run is resumed.
-        is_due: the next step is audited whatever its number.
+        is_due: the next step with a learning rate is audited whatever its number.
         is_audited: the latest step was.
         line: report of its audit, on the first rank; else empty.
         faults: the same on all ranks, if it found faults.
@@ -57,20 +58,24 @@ class Audit:
     def begin(self, probe: Probe) -> Any:
         """Collect a matrix if the step that begins is audited; returns its probe. Collective."""
         self.steps += 1
+        self.is_audited = False
         self.line = ""
         self.faults = []
-        interval = 1 if self.is_due else self._interval
-        self.is_audited = interval > 0 and self.steps % interval == 0
-        if not self.is_audited:
+        interval = self._interval
+        if not (interval and (self.is_due or self.steps % interval == 0)):
             return probe
-        self.is_due = False
         matrices = self._held.layout.matrices
         index = self.steps // interval % len(matrices)
+        group = self._part.rows.groups[index]
+        if self.is_due and not float(group["lr"]):  # a warm-up begins with 0
+            return probe
+        self.is_due = False
+        self.is_audited = True
         self._subject = Subject(
             index,
             self.steps,
             matrices[index],
-            self._part.rows.groups[index],
+            group,
             self._part.method_state.of_matrix(index),
             self._part.waves.method.device,
         )
@@ -122,7 +127,7 @@ class Audit:
             others = [rank for rank in shard.replicas if bits[rank] != bits[shard.rank]]
             if others:
                 ranks = ", ".join(map(str, others))
-                text = f"ranks {ranks} and {shard.rank}, replicas, have other bits"
+                text = f"ranks {ranks} and {shard.rank}, replicas, differ"
                 found.append(Finding(text, is_fault=True))
         copies = max(len(shard.holders) for shard in shards)
         if copies > 1:

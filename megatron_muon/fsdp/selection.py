@@ -92,7 +92,8 @@ def report(selection: Selection, matrix_optimizer: str) -> None:
     text = doubt(rows, matrix_optimizer)
     if text and is_first_rank():
         warnings.warn(
-            f"{text}: name it in matrices= or stacks=, or in a group with optimizer='adamw'",
+            f"{text}. If it is a matrix or stack, name it in matrices= or stacks=; if not, put it"
+            " in a group with optimizer='adamw'",
             stacklevel=4,
         )
 

@@ -41,6 +41,11 @@ _DIRECTIONS = 32
 """Random combinations of directions in which differences are measured."""
 
 
+def _percent(share: float) -> str:
+    """A share in words, with two digits."""
+    return f"{100.0 * share:.0f} %" if share >= 0.1 else f"{100.0 * share:.2g} %"
+
+
 class Finding(NamedTuple):
     """The result of one comparison, in words."""
 
@@ -84,7 +89,8 @@ class Subject:
             rows = wrong[shard.row_start : shard.row_start + shard.rows].nonzero()
             if len(rows):
                 first, last = (int(rows[at]) + shard.row_start for at in (0, -1))
-                found.append(f"rows {first} to {last} of rank {shard.rank}")
+                named = f"row {first}" if first == last else f"rows {first} to {last}"
+                found.append(f"{named} of rank {shard.rank}")
         return f" in {'; '.join(found[:4])}" if found else ""
 
 
@@ -228,10 +234,11 @@ class WholeStep:
         share = float(difference.max())
         bound = self._momentum_bound
         if share <= bound:
-            return Finding("momentum exact" if share == 0.0 else f"momentum within {share:.1g}")
+            return Finding(f"momentum within {_percent(share)}" if share else "momentum exact")
         # of NaN too
         where = subject.where(~(difference <= bound).all(dim=1))
-        return Finding(f"momentum differs by {share:.2g} (bound {bound:g}){where}", True)
+        sizes = f"{_percent(share)} (bound {_percent(bound)})"
+        return Finding(f"momentum differs by {sizes}{where}", True)
 
     def _compare_updates(
         self, subject: Subject, before: Tensors, after: Tensor, expected: Tensor
@@ -239,6 +246,8 @@ class WholeStep:
         weight = before[WEIGHT].to(subject.device)
         difference = after.to(subject.device) - expected
         found = self._compare_decay(subject, weight, difference)
+        if subject.number("lr") == 0.0 and not difference.any():
+            return [Finding("update not compared, as the learning rate is 0")]
         measure = _Weighted(subject, self._looks_ahead(subject, before))
         moved = measure(expected - weight)
         errors = measure(difference)
@@ -249,10 +258,10 @@ class WholeStep:
         usual = moved.clamp_min(size / math.sqrt(len(moved)))
         wrong = ~(errors <= 3.0 * bound * usual + last_bits)
         is_wrong = not share * size <= bound * size + last_bits.norm()
+        sizes = f"{_percent(share)} (bound {_percent(bound)})"
         if is_wrong or wrong.any():
-            sizes = f"{100.0 * share:.2g} % (bound {100.0 * bound:g} %)"
             return [*found, Finding(f"update differs by {sizes}{subject.where(wrong)}", True)]
-        return [*found, Finding(f"update within {100.0 * share:.1g} % (bound {100.0 * bound:g} %)")]
+        return [*found, Finding(f"update within {sizes}")]
 
     def _compare_decay(self, subject: Subject, weight: Tensor, difference: Tensor) -> list[Finding]:
         """Compare decay by the part of a difference that is proportional to weights.

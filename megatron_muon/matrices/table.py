@@ -92,8 +92,8 @@ def doubt(rows: Sequence[Row], label: str) -> str:
     others = [row for row in counted if row.optimizer != label]
     largest = max(others, key=lambda row: math.prod(row.shape))
     return (
-        f"{label} takes {elements[label] / total:.1%} of {total:,} elements of weights that may be"
-        f" matrices; the largest that it leaves is {largest.name} ({_reason(largest)})"
+        f"{label} takes {elements[label] / total:.1%} of {total:,} parameters in weights shaped"
+        f" like matrices; the largest that it leaves is {largest.name} ({_reason(largest)})"
     )
 
 

@@ -18,7 +18,7 @@ from megatron_muon.errors import UserError
 from megatron_muon.fsdp.assembly import Beside
 from megatron_muon.fsdp.guards import compare_settings
 from megatron_muon.fsdp.part import Part
-from megatron_muon.matrices.table import doubt, elements_of, table
+from megatron_muon.matrices.table import doubt, elements_of, table, totals
 from megatron_muon.matrices.views import Matrices
 from megatron_muon.megatron.attention_logits import AttentionLogits
 from megatron_muon.megatron.builder import build_muon
@@ -169,9 +169,8 @@ def _groups(
     unlike = mp.unlike_upstream(model_chunks, config)
     if unlike and not is_class(config.optimizer):
         say(
-            "megatron-muon: note: megatron-core's own Muon differs (theirs: it alone takes them;"
-            f" ours: this run alone; blocks: it takes them whole): {', '.join(unlike)};"
-            " --muon-matrices upstream follows it"
+            f"megatron-muon: note: megatron-core's own Muon would choose otherwise:"
+            f" {'; '.join(unlike)}. --muon-matrices upstream chooses as it does"
         )
     width = getattr(model_chunks[0].config, "mup_width_mult", 1.0)
     groups = _get_param_groups(model_chunks, config, _overrides(config, config_overrides, width))
@@ -205,9 +204,10 @@ def _report(
         say(f"megatron-muon: plan {digest}")
     label = config.optimizer if is_class(config.optimizer) else mp.MUON
     rows = mp.parameter_rows(groups, names, matrices, label)
+    say(f"megatron-muon: parameters: {totals(rows)}")
     say(table(rows, full=config.muon_log_params))
     if text := doubt(rows, label):
-        say(f"megatron-muon: warning: {text}: set its use_muon to True or False")
+        say(f"megatron-muon: warning: {text}. Set its use_muon: True if it is a matrix, else False")
     elements = elements_of(rows)
     return {
         "muon_parameters": elements[label],

@@ -213,7 +213,8 @@ def _train() -> None:
     except SystemExit as end:  # of all ranks: after a signal, at a time limit, for a fault
         together = True
         if faults := getattr(args, "audit_faults", []):
-            raise RunFailedError("; ".join(faults)) from end
+            remedy = "the checkpoint of this step has the fault; use --ckpt-step to load another"
+            raise RunFailedError("; ".join([*faults, remedy])) from end
         if end.code or _ended_by_signal() or _has_trained():
             raise
     except (AssertionError, ValueError) as failure:

@@ -142,7 +142,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], int, str]] = {
     "momentum twice": (momentum_twice, 2, r"momentum differs by .* in rows 0 to \d+ of rank 0"),
     "half a block": (half_a_block, 2, r"update differs by"),
     "decay twice": (decay_twice, 2, r"weights decay by 0\.2 instead of 0\.1"),
-    "a bit of a replica": (a_bit_of_a_replica, 4, r"ranks \d and \d, replicas, have other bits"),
+    "a bit of a replica": (a_bit_of_a_replica, 4, r"ranks \d and \d, replicas, differ"),
     "clipped to nothing": (clipped_to_nothing, 2, r"its gradient is zero"),
 }
 
@@ -198,6 +198,26 @@ def test_an_optimizer_of_any_model_raises() -> None:
                 continue
             with pytest.raises(AuditError, match=r"layers\.0\.weight \(12 x 20\): update differs"):
                 optimizer.step()
+
+
+def test_audits_take_the_next_matrix_and_wait_for_a_learning_rate(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In a warm-up's first step no weight moves, so a wrong update would not be seen."""
+    named = [(f"layers.{n}.weight", torch.nn.Parameter(torch.randn(12, 20))) for n in range(3)]
+    optimizer = megatron_muon.Muon(named, audit_interval=4)
+    audited = []
+    for step in range(1, 14):
+        optimizer.param_groups[0]["lr"] = 0.0 if step in (1, 2, 8) else 0.01
+        for _, weight in named:
+            weight.grad = torch.randn(12, 20)
+        optimizer.step()
+        shown = capsys.readouterr().out
+        audited += re.findall(r"audit of step (\d+): layers\.(\d)\.weight .*exact, (.*)", shown)
+    expected = [("3", "0"), ("4", "1"), ("8", "2"), ("12", "0")]
+    assert [(step, layer) for step, layer, _ in audited] == expected
+    assert "update not compared, as the learning rate is 0" in audited[2][2]
+    assert all("update within" in text for step, _, text in audited if step != "8")
 
 
 @contextmanager

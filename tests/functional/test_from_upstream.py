@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from megatron_muon.checkpoint import folders
+from megatron_muon.tools.doctor.doctor_command import checkpoint
 from tests.support import cli
 from tests.support.pool import Pool
 from tests.support.training import Trainings, train
@@ -124,6 +125,9 @@ def test_a_round_trip_has_the_losses_of_a_run_that_stayed(training: Trainings, l
     went = losses(run)
     assert list(went) == [3, 4, 5, 6]
     export(training, "ours", 4, "back").checked()
+    for folder in ("upstream", "back"):
+        states = {each.about: each.state for each in checkpoint(training.folder / folder)}
+        assert states["torch_dist"] == states["written by"] == "ok"
     back = losses(upstream(training, *flags, "--load", "back"))
     assert list(back) == [5, 6]
     for number, loss in stayed.items():

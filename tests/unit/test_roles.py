@@ -152,7 +152,7 @@ def warned(act: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         act()
-    return [str(each.message) for each in caught if "may be matrices" in str(each.message)]
+    return [str(each.message) for each in caught if "shaped like matrices" in str(each.message)]
 
 
 def stack_beside_matrix() -> list[tuple[str, nn.Parameter]]:
@@ -170,9 +170,9 @@ def test_a_warning_names_stacks_that_adamw_takes() -> None:
     given = stack_beside_matrix()
     (text,) = warned(lambda: megatron_muon.Muon(given))
     expected = (
-        "muon takes 25.0% of 1,600 elements of weights that may be matrices; the largest that it"
-        " leaves is layers.0.moe.w13 (3D): name it in matrices= or stacks=, or in a group with"
-        " optimizer='adamw'"
+        "muon takes 25.0% of 1,600 parameters in weights shaped like matrices; the largest that it"
+        " leaves is layers.0.moe.w13 (3D). If it is a matrix or stack, name it in matrices= or"
+        " stacks=; if not, put it in a group with optimizer='adamw'"
     )
     assert text == expected
 
@@ -207,7 +207,7 @@ def with_names(*names: str) -> list[tuple[str, nn.Parameter]]:
 def test_a_warning_names_a_network_whose_name_says_embedding() -> None:
     """Story: names of modules decide, so one called `embedder` trained with AdamW, all of it."""
     (text,) = warned(lambda: megatron_muon.Muon(with_names("embedder.layers.0.up.weight")))
-    assert text.startswith("muon takes 2.2% of 18,400 elements")
+    assert text.startswith("muon takes 2.2% of 18,400 parameters")
     assert "leaves is embedder.layers.0.up.weight (embedding)" in text
     (text,) = warned(
         lambda: megatron_muon.Muon(with_names("layers.1.up.weight"), matrices=["layers.0"])

@@ -156,16 +156,19 @@ def test_differences_from_megatrons_own_muon_are_listed(
         return set(mp.unlike_upstream([chunk], MuonOptimizerConfig()))
 
     marks = {"use_muon": False} if heeds else {}
-    marked = set() if heeds else {"layers.*.marked.weight (theirs)"}
+    marked = set() if heeds else {"layers.*.marked.weight (Muon there, not here)"}
     expected = {
-        "positions.weight (theirs)",
-        "layers.*.gate.weight (theirs)",
-        "layers.*.excluded.weight (theirs)",
-        "layers.*.experts.stack (ours)",
-        f"layers.*.mixer.in_proj.weight ({'ours' if heeds else 'blocks'})",
+        "positions.weight (Muon there, not here)",
+        "layers.*.gate.weight (Muon there, not here)",
+        "layers.*.excluded.weight (Muon there, not here)",
+        "layers.*.experts.stack (Muon here, not there)",
+        f"layers.*.mixer.in_proj.weight ({'Muon here, not there' if heeds else 'one block there'})",
     }
     assert differences() == expected | marked
-    assert differences(like_upstream=True) == {"layers.*.excluded.weight (theirs)"} | marked
+    assert (
+        differences(like_upstream=True)
+        == {"layers.*.excluded.weight (Muon there, not here)"} | marked
+    )
 
 
 def test_the_table_says_why_and_what_is_split() -> None:
@@ -196,7 +199,7 @@ def test_the_table_says_why_and_what_is_split() -> None:
     assert doubt(rows, "muon") == ""  # the table, the output layer and the excluded are larger
     stack = Row("adam", "decoder.layers.0.moe.w13", (4, 32, 48))
     expected = (
-        "muon takes 25.0% of 8,192 elements of weights that may be matrices; the largest that it"
+        "muon takes 25.0% of 8,192 parameters in weights shaped like matrices; the largest that it"
         " leaves is decoder.layers.0.moe.w13 (3D)"
     )
     assert doubt([*rows, stack], "muon") == expected

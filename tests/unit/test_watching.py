@@ -197,3 +197,10 @@ def test_a_failure_is_shown_with_its_reason_and_what_to_type(capsys):
         "to go on: megatron-muon train --resume --out 'a run'",
         "see a run/summary.json, a run/train.log",
     ]
+
+
+def test_nobody_is_sent_to_the_checkpoint_of_a_faulty_step(capsys):
+    watcher = Watcher()
+    watcher.event({"event": "audit", "step": 20, "fault": "audit of step 20: update differs"})
+    watcher.end(SUMMARY, Path("a run"))
+    assert "to go on" not in capsys.readouterr().out

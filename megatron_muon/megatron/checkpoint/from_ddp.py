@@ -185,6 +185,10 @@ class TorchDistSource:
     def warn_of_other_settings(self, args: Any) -> None:
         """Print the settings of Muon that differ from those of the run that wrote it."""
         theirs = vars(self.common["args"])
+        say(
+            f"megatron-muon: note: {self.folder} is of megatron-core's own"
+            f" --optimizer {theirs['optimizer']}, which this run continues"
+        )
         ours = {*MuonSettings.__dataclass_fields__}
         if args.tensor_model_parallel_size == theirs["tensor_model_parallel_size"] == 1:
             ours.add("muon_tp_mode")

@@ -182,9 +182,9 @@ def unlike_upstream(model_chunks: Sequence[Any], config: MuonOptimizerConfig) ->
         is_theirs = parameter.is_upstreams
         difference = ""
         if is_theirs != is_muon_matrix(parameter):
-            difference = "theirs" if is_theirs else "ours"
+            difference = "Muon there, not here" if is_theirs else "Muon here, not there"
         elif is_theirs and QKV not in name and len(block_split(parameter, config).parts) > 1:
-            difference = "blocks"
+            difference = "one block there"
         if difference:
             found[f"{_ANY_NUMBER.sub('*', name)} ({difference})"] = None
     return list(found)

@@ -109,9 +109,8 @@ def environment() -> Iterator[Finding]:
         yield Finding("versions", WRONG, str(error))
         return
     core = metadata.version("megatron-core")
-    yield Finding("versions", OK, f"Python {platform.python_version()}, megatron-core {core}")
-    if warning:
-        yield Finding("versions", NOTE, warning)
+    found = f"Python {platform.python_version()}, megatron-core {core}"
+    yield Finding("versions", NOTE if warning else OK, warning or found)
     with quiet_imports():
         import torch
     yield _device(torch.cuda.device_count() if torch.cuda.is_available() else 0)
@@ -137,7 +136,7 @@ def _device(gpus: int) -> Finding:
 def checkpoint(directory: Path) -> Iterator[Finding]:
     """The state of a checkpoint: complete or which one to use instead, its origin and contents."""
     with quiet_imports():
-        from megatron_muon.checkpoint import content
+        from megatron_muon.checkpoint import content, torch_dist
         from megatron_muon.megatron.upstream import core  # noqa: F401  # see its row
 
     folder = folders.find(directory)
@@ -146,7 +145,11 @@ def checkpoint(directory: Path) -> Iterator[Finding]:
         if wrong := folders.problems(folder, threads=threads):
             raise UserError("\n".join(wrong))
         entries = content.read_entries(folder)
-        stored = content.read(folder, content.objects(entries))
+        is_upstreams = torch_dist.is_torch_dist(folder)
+        if is_upstreams:
+            stored = torch_dist.read_object(folder, torch_dist.COMMON)
+        else:
+            stored = content.read(folder, content.objects(entries))
     except Exception as error:  # damaged bytes can raise anything
         hint = folders.resume_hint(folder.parent, but=folders.iteration_of(folder))
         for problem in (*str(error).splitlines(), hint):
@@ -159,6 +162,12 @@ def checkpoint(directory: Path) -> Iterator[Finding]:
         yield Finding("written by", OK, ", ".join(layout))
     else:
         yield Finding("written by", NOTE, "unknown: it holds no arguments")
+    if is_upstreams:
+        tensors = set(entries).difference(content.objects(entries))
+        kinds = Counter(name.startswith("optimizer.") for name in tensors)
+        text = f"{kinds[False]} tensors of the model, {kinds[True]} of the optimizer"
+        yield Finding("torch_dist", OK, f"{text}; --load continues megatron-core's own Muon")
+        return
     if folders.read_checksums(folder) is None:
         yield Finding("checksums", NOTE, folders.without_checksums(folder))
     weights = {content.plain(name.removeprefix("model.")) for name in content.weight_names(entries)}

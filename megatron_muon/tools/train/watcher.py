@@ -29,6 +29,7 @@ class Watcher:
         self._step: Mapping[str, Any] = {}
         self._noted: set[str] = set()
         self._is_stopping = False
+        self._has_fault = False
 
     def enter(self, stage: str) -> None:
         """Shows a stage: on the live line, or before the first step as a line."""
@@ -78,6 +79,8 @@ class Watcher:
             case "validation":
                 line = f"validation loss {event['loss']:.4f}  at {event['at']}"
                 self.screen.print(line, "bold")
+            case "audit":
+                self._has_fault = True
             case "saved":
                 self.screen.print(f"checkpoint of step {event['step']}  {event['folder']}")
 
@@ -94,7 +97,8 @@ class Watcher:
         if summary["error"]:
             self.screen.print(f"why: {summary['error']}")
         is_unfinished = 0 < steps < (summary["train_iters"] or 0)
-        if is_unfinished and summary["checkpoint"] and not summary["diverged"]:
+        is_sound = not (summary["diverged"] or self._has_fault)
+        if is_unfinished and summary["checkpoint"] and is_sound:
             command = shlex.join(["megatron-muon", "train", "--resume", "--out", str(root)])
             self.screen.print(f"to go on: {command}")
         self.screen.print(f"see {root / SUMMARY}, {root / LOG}")
