@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -49,9 +50,15 @@ class Cluster:
     env: Mapping[str, str]
 
     def call(self, *arguments: str | Path, cwd: Path | None = None) -> str:
-        """The output of one of SLURM's commands."""
+        """The output of one of SLURM's commands.
+
+        `scontrol` dies by SIGPIPE if the controller, on a busy machine, closes the connection.
+        """
         how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60}
-        done = subprocess.run(arguments, env=self.env, cwd=cwd, check=False, **how)
+        for _ in range(3):
+            done = subprocess.run(arguments, env=self.env, cwd=cwd, check=False, **how)
+            if arguments[0] != "scontrol" or done.returncode != -signal.SIGPIPE:
+                break
         assert done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}"
         return done.stdout
 
