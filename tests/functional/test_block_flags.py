@@ -28,7 +28,8 @@ def assert_trains(run: cli.Run, steps: int) -> None:
 
 def listed(run: cli.Run) -> dict[str, str]:
     """The optimizer of every parameter, from --muon-log-params."""
-    rows = (line.split() for line in run.output.splitlines() if " decoder.layers." in line)
+    lines = (line for line in run.output.splitlines() if " decoder.layers." in line)
+    rows = [line.split() for line in lines if not line.startswith("megatron-muon: ")]
     return {next(word for word in row if word.startswith("decoder.")): row[0] for row in rows}
 
 

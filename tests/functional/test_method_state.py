@@ -38,6 +38,7 @@ from tests.support import cli
 from tests.support import training as runs
 from tests.support.pool import Pool
 from tests.support.training import Trainings
+from tests.support.wide import wide_but
 
 STEPS = 3
 BETA = 0.9
@@ -364,14 +365,14 @@ def run_with_state(training: Trainings, *flags: str, ranks: int) -> cli.Run:
 OFFLOAD = cli.words("--muon-offload cpu --muon-offload-state all")
 
 
-@pytest.mark.parametrize(
-    ("size", "flags"),
-    [
-        (3, (*cli.MUON, *strategy("optim"))),
-        (4, (*FULL, "--tensor-model-parallel-size", "2", *OFFLOAD)),
-        (4, (*FULL, "--num-distributed-optimizer-instances", "2")),
-    ],
-)
+MOVED = [
+    (3, (*cli.MUON, *strategy("optim"))),
+    (4, (*FULL, "--tensor-model-parallel-size", "2", *OFFLOAD)),
+    (4, (*FULL, "--num-distributed-optimizer-instances", "2")),
+]
+
+
+@pytest.mark.parametrize(("size", "flags"), wide_but(MOVED[1:2], MOVED))
 def test_checkpoints_of_megatron_have_the_state(
     training: Trainings, size: int, flags: tuple[str, ...]
 ) -> None:

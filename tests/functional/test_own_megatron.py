@@ -51,6 +51,7 @@ def weights(run: cli.Run) -> set[str]:
     return found
 
 
+@pytest.mark.wide
 def test_a_script_of_ones_own_trains_saves_and_resumes_as_pretrain_gpt(ranks, tmp_path, corpus):
     """It is enabled first and cold, then after Megatron's functions were imported by name, and
     twice.

@@ -6,6 +6,7 @@ a process with TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from megatron_muon.core.passes import unit_factor
 from megatron_muon.core.tiles import split_at, tiles_of
 from megatron_muon.offload.codecs import CODECS, Place, seeds
 from tests.support.interpreted import interpreted
+from tests.support.wide import wide_but
 
 CPU = torch.device("cpu")
 SHAPES = [(33, 70), (70, 20), (1, 65), (65, 1), (130, 33), (33, 130), (64, 64), (20, 300)]
@@ -75,8 +77,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("variant", VARIANTS)
+ONCE = "plain", "AdaMuon", "NorMuon, cautious", "hyperball", "eps", "int8 momentum"
+"""Variants that the usual run makes in fp32."""
+
+CASES = list(itertools.product(VARIANTS, [torch.float32, torch.bfloat16]))
+USUAL = [*((name, torch.float32) for name in ONCE), ("iteration in bf16", torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("variant", "dtype"), wide_but(USUAL, CASES))
 def test_steps_are_those_of_torch_operations(variant: str, dtype: torch.dtype) -> None:
     settings = VARIANTS[variant]
     expected, expected_states, expected_skips = trained(dtype, **settings)
