@@ -114,7 +114,6 @@ def make_part(
             nesterov=variant.nesterov,
             decay=variant.decay,
             half=settings.muon_exchange_dtype == "bf16" and scheme in (OWNER, SHARED),
-            weight_eps=max(torch.finfo(each.parameter.dtype).eps for each in viewed),
             rounds=store is not None and store.rounds,
         )
         part.audit = Audit(part, held, settings.muon_audit_interval, whole_step)

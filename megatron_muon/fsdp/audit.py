@@ -38,6 +38,7 @@ class Audit:
     Attributes:
         steps: taken so far; to be set where a run is resumed.
         is_due: the next step with a learning rate is audited whatever its number.
+        is_new: no weight has moved yet.
         is_audited: the latest step was.
         line: report of its audit, on the first rank; else empty.
         faults: the same on all ranks, if it found faults.
@@ -50,7 +51,7 @@ class Audit:
         self._whole_step = whole_step
         self._rank = held.group.rank()
         self.steps = 0
-        self.is_due = interval > 0
+        self.is_due = self.is_new = interval > 0
         self.is_audited = False
         self.line = ""
         self.faults: list[str] = []
@@ -69,8 +70,10 @@ class Audit:
         group = self._part.rows.groups[index]
         if self.is_due and not float(group["lr"]):  # a warm-up begins with 0
             return probe
-        self.is_due = False
         self.is_audited = True
+        viewed = next(each for each in self._part.viewed.values() if index in each.numbers)
+        # experts may have no tokens, and layers above may begin at zero
+        is_expert = viewed.view.is_stack or "expert" in viewed.name
         self._subject = Subject(
             index,
             self.steps,
@@ -78,7 +81,10 @@ class Audit:
             group,
             self._part.method_state.of_matrix(index),
             self._part.waves.method.device,
+            viewed.parameter.dtype,
+            may_be_zero=is_expert or self.is_new,
         )
+        self.is_due = self.is_new = False
         self._before = self._collect(GRADIENT)
         self._elements = Counter[int]()
         return counting(probe, index, self._elements)
@@ -97,7 +103,7 @@ class Audit:
         iterated = [self._elements[number] for number in blocks]
         of_ranks = numbers_of_all_ranks([bits, *iterated], self._held.group)
         has_faults = self._rank == 0 and self._judge(after, of_ranks)
-        del self._before
+        del self._before, self._subject
         lines = of_all_ranks_if_any(self.line if has_faults else "", self._held.group)
         self.faults = lines[:1]
         if has_faults or (self.line and is_first_rank()):
@@ -114,6 +120,8 @@ class Audit:
             findings += self._whole_step.compare(self._subject, self._before, after)
         except torch.OutOfMemoryError:
             findings.append(Finding("update not checked: out of memory"))
+        except Exception as error:  # others wait for this rank
+            findings.append(Finding(f"update not checked: {error!r}", is_fault=True))
         faults = [finding for finding in findings if finding.is_fault]
         shown = ", ".join(finding.text for finding in faults or findings)
         rows, cols = matrix.shape

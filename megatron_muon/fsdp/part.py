@@ -380,3 +380,4 @@ class Part:
             self.store.steps = steps
         if self.audit is not None:
             self.audit.is_due = True
+            self.audit.is_new = False

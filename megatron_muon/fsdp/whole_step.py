@@ -2,7 +2,8 @@
 
 Directions in which momentum has nothing but rounding are orthogonalized too, and there two correct
 runs differ. So differences of updates are weighted by the momentum (by the gradient, for other
-methods).
+methods). AdaMuon divides each element of an update by the root of its second moment, so elements
+of nothing but rounding grow as large as others: they are multiplied by these roots again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megatron_muon.core.rows import MOMENTUM
 from megatron_muon.core.rules import RULES
 from megatron_muon.core.rules.cautious import aligned
 from megatron_muon.core.rules.rule import Rule
-from megatron_muon.core.rules.second_moments import NorMuon
+from megatron_muon.core.rules.second_moments import MOMENT2, NorMuon
 from megatron_muon.core.slices import Team
 
 type Tensors = dict[str, Tensor]
@@ -39,6 +40,12 @@ _VANISHED = 2.0**-100
 
 _DIRECTIONS = 32
 """Random combinations of directions in which differences are measured."""
+
+_EXACT = 1e-3
+"""Bound of updates in fp32."""
+
+_FEW = 16
+"""Elements of a matrix whose decay cannot be told from rounding."""
 
 
 def _percent(share: float) -> str:
@@ -63,6 +70,8 @@ class Subject:
         group: numbers of its parameter group.
         state: of each block by slot, flat, of methods that keep state.
         device: where steps are compared.
+        dtype: of its weights.
+        may_be_zero: its gradient may, as that of experts without tokens, or before weights move.
     """
 
     index: int
@@ -71,6 +80,8 @@ class Subject:
     group: Mapping[str, Any]
     state: Sequence[Tensors]
     device: torch.device
+    dtype: torch.dtype
+    may_be_zero: bool
 
     @cached_property
     def blocks(self) -> list[Tensor]:
@@ -101,7 +112,6 @@ class WholeStep:
         rules: of the part.
         nesterov, decay: as for `Passes`.
         half: the exchange is in bf16.
-        weight_eps: relative rounding of weights.
         rounds: momentum is rounded when it is stored.
 
     Attributes:
@@ -116,16 +126,14 @@ class WholeStep:
         nesterov: bool,
         decay: str,
         half: bool,
-        weight_eps: float,
         rounds: bool,
     ) -> None:
         self._method = method
         self._nesterov = nesterov
         self._decay = "l2" if decay == COUPLED else "decoupled"
-        self._weight_eps = weight_eps
         self._momentum_bound = 0.02 if rounds else 1e-6
         self._most = 1.0 / LEAST_FACTOR if isinstance(method, OwnerMethod) else math.inf
-        self._bound = 1e-3
+        self._bound = _EXACT
         if half or method.dtype is torch.bfloat16:
             self._bound = 0.15
         elif isinstance(method, NewtonSchulz) and method.iteration.precision == "high":
@@ -144,24 +152,24 @@ class WholeStep:
     def compare(self, subject: Subject, before: Tensors, after: Tensors) -> list[Finding]:
         """Compare a step, from whole fp32 tensors `(rows, cols)` by slot, on the host."""
         largest = float(torch.linalg.vector_norm(before[GRADIENT], math.inf))
-        # of NaN too
-        expected = self._step(subject, before) if largest < self._most else None
-        if expected is None or not expected[WEIGHT].isfinite().all():
+        if not largest < self._most:  # of NaN too
             if all(torch.equal(before[slot], after[slot]) for slot in after):
                 return [Finding("left out, as its gradient is missing or not finite")]
             return [Finding("it moved, but its gradient is missing or not finite", True)]
+        expected = self._step(subject, before)
+        if not expected[WEIGHT].isfinite().all():
+            return [Finding("its weights or momentum are not finite", True)]
         found = []
         if MOMENTUM in after:
             found.append(self._compare_momentum(subject, after[MOMENTUM], expected.pop(MOMENTUM)))
-        found += self._compare_updates(subject, before, after[WEIGHT], expected[WEIGHT])
+        found += self._compare_updates(subject, before, after, expected)
         if largest < _VANISHED:
-            # experts may have no tokens, and layers above may begin at zero
-            is_usual = subject.step == 1 or "expert" in subject.matrix.name
-            found.append(Finding("its gradient is zero; was it clipped to nothing?", not is_usual))
+            text = "its gradient is zero; was it clipped to nothing?"
+            found.append(Finding(text, not subject.may_be_zero))
         return found
 
     def _step(self, subject: Subject, tensors: Tensors) -> Tensors:
-        """Weight and momentum after a step."""
+        """Weight, momentum and second moment after a step."""
         own = {slot: tensors[slot].to(subject.device, copy=True) for slot in tensors}
         if isinstance(self._method, OwnerMethod):
             return {WEIGHT: self._descend(subject, own)}
@@ -199,7 +207,7 @@ class WholeStep:
         optimizer.scaled_orthogonalize_fn = orthogonalize
         optimizer.state[p] = own
         optimizer.step()
-        return {WEIGHT: p.detach(), MOMENTUM: own[MOMENTUM]}
+        return {WEIGHT: p.detach(), **own}
 
     def _descend(self, subject: Subject, tensors: Tensors) -> Tensor:
         """The weight after a step of a class on each block."""
@@ -241,26 +249,40 @@ class WholeStep:
         return Finding(f"momentum differs by {sizes}{where}", True)
 
     def _compare_updates(
-        self, subject: Subject, before: Tensors, after: Tensor, expected: Tensor
+        self, subject: Subject, before: Tensors, after: Tensors, expected: Tensors
     ) -> list[Finding]:
         weight = before[WEIGHT].to(subject.device)
-        difference = after.to(subject.device) - expected
+        moved = expected[WEIGHT].to(subject.dtype).float()  # rounded once, as weights are
+        difference = after[WEIGHT].to(subject.device) - moved
+        moved -= weight
         found = self._compare_decay(subject, weight, difference)
         if subject.number("lr") == 0.0 and not difference.any():
             return [Finding("update not compared, as the learning rate is 0")]
+        # weights of fp64 are fp32 here
+        eps = max(torch.finfo(dtype).eps for dtype in (subject.dtype, torch.float32))
+        noise = eps * weight
+        if "adamuon" in self._rules:
+            root = after[MOMENT2].to(subject.device).sqrt()
+            noise *= root
+            difference.add_(moved).mul_(root)
+            if self._bound > _EXACT:  # rounding moves roots more than a wrong second moment would
+                root = expected.pop(MOMENT2).sqrt_()
+            difference -= moved.mul_(root)
         measure = _Weighted(subject, self._looks_ahead(subject, before))
-        moved = measure(expected - weight)
+        lengths = measure(moved)
         errors = measure(difference)
-        last_bits = 4.0 * measure.of_noise(self._weight_eps * weight)
-        size = float(moved.norm().clamp_min(_VANISHED))
+        last_bits = 4.0 * measure.of_noise(noise)
+        size = float(lengths.norm().clamp_min(_VANISHED))
         share = float(errors.norm()) / size
         bound = self._bound
-        usual = moved.clamp_min(size / math.sqrt(len(moved)))
+        usual = lengths.clamp_min(size / math.sqrt(len(lengths)))
         wrong = ~(errors <= 3.0 * bound * usual + last_bits)
         is_wrong = not share * size <= bound * size + last_bits.norm()
         sizes = f"{_percent(share)} (bound {_percent(bound)})"
         if is_wrong or wrong.any():
             return [*found, Finding(f"update differs by {sizes}{subject.where(wrong)}", True)]
+        if share > bound:
+            return [*found, Finding("update within the rounding of weights")]
         return [*found, Finding(f"update within {sizes}")]
 
     def _compare_decay(self, subject: Subject, weight: Tensor, difference: Tensor) -> list[Finding]:
@@ -270,8 +292,8 @@ class WholeStep:
         """
         lr, decay = subject.number("lr"), subject.number("weight_decay")
         square = float(weight.square().sum())
-        if lr == 0.0 or square == 0.0 or "hyperball" in self._rules:  # whose norm is rounded
-            return []
+        if lr == 0.0 or square == 0.0 or weight.numel() < _FEW or "hyperball" in self._rules:
+            return []  # of hyperball the norm is rounded
         share = float((difference * weight).sum()) / square
         rest = difference - share * weight
         noise = float(rest.norm()) / math.sqrt(square * min(weight.shape))

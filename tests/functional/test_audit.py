@@ -122,6 +122,20 @@ def a_bit_of_a_replica() -> Any:
     return mock.patch.object(Rows, "end_step", flipped)
 
 
+def a_second_moment_twice() -> Any:
+    """AdaMuon's second moments are twice as large before a step."""
+    from megatron_muon.core.rules.second_moments import AdaMuon
+
+    after = AdaMuon.after
+
+    def doubled(self: Any, part: Any) -> None:
+        for index in part.indices:
+            self.moments[index].mul_(2.0)
+        after(self, part)
+
+    return mock.patch.object(AdaMuon, "after", doubled)
+
+
 def clipped_to_nothing() -> Any:
     """Clipping makes gradients vanish."""
     from megatron_muon.fsdp.part import Part
@@ -218,6 +232,80 @@ def test_audits_take_the_next_matrix_and_wait_for_a_learning_rate(
     assert [(step, layer) for step, layer, _ in audited] == expected
     assert "update not compared, as the learning rate is 0" in audited[2][2]
     assert all("update within" in text for step, _, text in audited if step != "8")
+
+
+def audits_of(capsys: pytest.CaptureFixture[str], weight: Any, grads: Any, **given: Any) -> Any:
+    """Lines of audits of a weight with these gradients, one for each step, and the optimizer."""
+    parameter = torch.nn.Parameter(weight)
+    named = [(given.pop("name", "layers.0.weight"), parameter)]
+    optimizer = megatron_muon.Muon(named, audit_interval=1, **given)
+    for step, gradient in enumerate(grads, 1):
+        if not step % 2:
+            optimizer.param_groups[0]["lr"] = 0.01
+        parameter.grad = gradient.to(weight.dtype)
+        optimizer.step()
+    return capsys.readouterr().out.splitlines()[-len(grads) :], optimizer
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_rounding_of_weights_is_no_fault(capsys: Any, dtype: torch.dtype) -> None:
+    """A small rate leaves most weights of bf16 as they are, with gradients of rank one most."""
+    torch.manual_seed(0)
+    weight = torch.randn(128, 256).to(dtype)
+    grads = [torch.randn(128, 1) @ torch.randn(1, 256) for _ in range(3)]
+    lines, _ = audits_of(capsys, weight, grads, lr=1e-5, fp32_matmul_prec="highest")
+    assert all("momentum exact, update within " in line for line in lines), lines
+
+
+@pytest.mark.parametrize("precision", ["medium", "highest"])
+@pytest.mark.parametrize("rank", [1, 64])
+def test_adamuon_of_rounding_is_no_fault(capsys: Any, precision: str, rank: int) -> None:
+    """Its first updates are nothing but signs, also of elements that are rounding."""
+    torch.manual_seed(1)
+    grads = [torch.randn(256, rank) @ torch.randn(rank, 128) for _ in range(2)]
+    given = {"moment2_method": "adamuon", "fp32_matmul_prec": precision}
+    lines, _ = audits_of(capsys, torch.randn(256, 128), grads, **given)
+    assert all("update within " in line for line in lines), lines
+    if rank > 1:
+        with half_a_block():
+            (*_, line), _ = audits_of(capsys, torch.randn(256, 128), grads, **given)
+        assert "update differs" in line
+    if precision == "highest":
+        with a_second_moment_twice():
+            (*_, line), _ = audits_of(capsys, torch.randn(256, 128), grads, **given)
+        assert "update differs" in line
+
+
+def test_decay_of_a_few_weights_is_not_told_from_rounding(capsys: Any) -> None:
+    torch.manual_seed(0)
+    grads = list(torch.randn(20, 1, 2))
+    given = {"weight_decay": 0.0, "matrices": ["*"]}
+    lines, _ = audits_of(capsys, torch.randn(1, 2), grads, **given)
+    assert all("update within " in line for line in lines), lines
+
+
+@pytest.mark.parametrize("shape", [(12, 20), (3, 12, 20)])
+def test_gradients_may_be_zero_before_weights_move_and_in_stacks(capsys: Any, shape: Any) -> None:
+    """Warm-ups begin with 0, and the layers above may too; experts may have no tokens."""
+    grads = [torch.zeros(shape)] * 2
+    stacks = ["*"] if len(shape) > 2 else []
+    lines, optimizer = audits_of(capsys, torch.randn(shape), grads, lr=0.0, stacks=stacks)
+    assert "audit of step 2: " in lines[-1]
+    assert "warning" not in lines[-1]
+    optimizer.step()
+    is_fault = "warning" in capsys.readouterr().out
+    assert is_fault == (len(shape) == 2)
+
+
+def test_an_error_of_a_comparison_reaches_all_ranks_and_nothing_is_kept(capsys: Any) -> None:
+    from megatron_muon.fsdp.whole_step import WholeStep
+
+    with mock.patch.object(WholeStep, "_step", side_effect=ValueError("bad")):
+        (line,), optimizer = audits_of(capsys, torch.randn(12, 20), [torch.randn(12, 20)])
+    assert line.endswith("update not checked: ValueError('bad')")
+    (part,) = optimizer.parts
+    assert part.audit.faults == [line.partition("warning: ")[2]]
+    assert not vars(part.audit).keys() & {"_subject", "_before"}
 
 
 @contextmanager

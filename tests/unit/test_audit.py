@@ -23,7 +23,8 @@ def subject_of(rows: int, cols: int, **split: Any) -> Subject:
     half = rows // 2
     shards = Shards([Shard(0, 0, half, 0, cols), Shard(1, half, rows - half, 0, cols)])
     matrix = Matrix("layers.0.weight", (rows, cols), shards, **split)
-    return Subject(0, 5, matrix, GROUP, [], torch.device("cpu"))
+    device = torch.device("cpu")
+    return Subject(0, 5, matrix, GROUP, [], device, torch.float32, may_be_zero=False)
 
 
 def tensors_of(subject: Subject, rank: int) -> dict[str, torch.Tensor]:
@@ -41,8 +42,7 @@ def tensors_of(subject: Subject, rank: int) -> dict[str, torch.Tensor]:
 def judge_of(precision: str, **options: Any) -> WholeStep:
     given = {"nesterov": True, "decay": DECOUPLED, "half": precision == "medium"}
     method = NewtonSchulz(Iteration(precision=precision))
-    eps = torch.finfo(torch.float32).eps
-    return WholeStep(method, [], **{**given, "weight_eps": eps, "rounds": False, **options})
+    return WholeStep(method, [], **{**given, "rounds": False, **options})
 
 
 def split_findings(*given: Any) -> tuple[list[str], list[str]]:
