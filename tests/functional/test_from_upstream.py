@@ -189,7 +189,7 @@ def test_every_destination_continues_and_nothing_is_lost_in_silence(training: Tr
 
     run = training(*ours(), *load, "--muon-matrices", "ours").checked()
     assert "3 entries of optimizer state start at zero" in run.output
-    assert f"{LEARNED} (theirs)" in run.output
+    assert f"{LEARNED} (Muon there, not here)" in run.output
     assert losses(run)[4] != pytest.approx(stayed[4], abs=100 * TOLERANCE)
     run = training(*ours(), *load, *cli.words("--muon-num-ns-steps 8")).checked()
     assert "the checkpoint's run had --muon-num-ns-steps 5; this run has 8" in run.output
@@ -291,7 +291,7 @@ def test_curves_are_upstreams_under_every_strategy(
         run = training(*ours(strategy), *positions, "--muon-matrices", "upstream")
         assert_same(losses(run), expected)
     run = training(*ours(), *positions, "--muon-matrices", "ours").checked()
-    assert (f"{LEARNED} (theirs)" in run.output) == (not positions)
+    assert (f"{LEARNED} (Muon there, not here)" in run.output) == (not positions)
     differs = losses(run)[6] != pytest.approx(expected[6], abs=10 * TOLERANCE)
     assert differs == (not positions)
 
