@@ -116,7 +116,10 @@ class Storage:
         return self._of_shard(index).data_ptr(), 0
 
     def seeds(self, index: int) -> tuple[int, int, int, int]:
-        """Of the noise of rows and of columns in this step; first row and column of the shard."""
+        """Of the noise of rows and of columns in this step; first row and column of the shard.
+
+        For formats that are rounded with noise; fp32, as here, is not.
+        """
         raise NotImplementedError
 
 

@@ -45,7 +45,7 @@ _EXACT = 1e-3
 """Bound of updates in fp32."""
 
 _FEW = 16
-"""Elements of a matrix whose decay cannot be told from rounding."""
+"""A matrix with fewer elements is too small to distinguish its decay from rounding."""
 
 
 def _percent(share: float) -> str:

@@ -276,7 +276,7 @@ def test_adamuon_of_rounding_is_no_fault(capsys: Any, precision: str, rank: int)
         assert "update differs" in line
 
 
-def test_decay_of_a_few_weights_is_not_told_from_rounding(capsys: Any) -> None:
+def test_rounding_of_a_few_weights_is_not_taken_for_decay(capsys: Any) -> None:
     torch.manual_seed(0)
     grads = list(torch.randn(20, 1, 2))
     given = {"weight_decay": 0.0, "matrices": ["*"]}
