@@ -16,7 +16,7 @@ MAX_DIMS = 4
 """Dimensions of a merged copy: kernels for strided copies do well up to here."""
 
 NOWHERE = -1
-"""The target of a copy that only `tiles` take: without a far end."""
+"""The target of copies without a far end, which `core.tiles` alone takes."""
 
 Dims = tuple[tuple[int, int, int], ...]
 """For each dimension of a copy its elements, and its strides at source and target."""

@@ -144,7 +144,8 @@ class Engine:
 
     def _wait(self, k: int, what: str) -> None:
         """Wait for rows or updates of wave `k`; a RuntimeError if a stage was left out."""
-        found, work = self._under_way.pop(k, ("nothing", None))
+        found, work = self._under_way.get(k, ("nothing", None))
         if found != what:
             raise RuntimeError(f"wave {k}: no {what} are under way")
+        del self._under_way[k]
         work.wait()

@@ -523,8 +523,8 @@ def normalize(
 ):
     """Multiply updates by their neurons' factors, and by their block's, `weights`.
 
-    The near end are stacks. The far end are neurons: a block's columns, or its rows where columns are
-    rows there.
+    The near end is in the stacks. The far start of a piece is its first neuron among `lanes`; its
+    neurons are its columns, or its rows where columns are rows there. Its number is its block's.
     """
     piece, row, col, near, inside = _tile(tiles, pieces, rows, cols, aligned, tall_aligned)
     neuron = lanes + tl.load(piece + 3)

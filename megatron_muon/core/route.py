@@ -267,8 +267,20 @@ class Units:
         return rows
 
     def unsent(self, is_sent: Callable[[Unit], bool]) -> list[Copy]:
-        """Copies to nowhere of the rows of units that this rank does not send."""
-        return self.from_rows([(NOWHERE, unit) for unit in self.kept if not is_sent(unit)])
+        """Copies to nowhere of the rows that this rank does not send: of whole shards if it can.
+
+        Units may have a part of the columns of a scale.
+        """
+        sent = {unit.of for unit in self.kept if is_sent(unit)}
+        copies = []
+        for unit in self.kept:
+            if unit.of in sent and not is_sent(unit):
+                copies += self.from_rows([(NOWHERE, unit)])
+        for index in dict.fromkeys(unit.of for unit in self.kept if unit.of not in sent):
+            shard = self.held[index]
+            whole = _from_shard(shard, Piece(*shard.rectangle, 0, 0))
+            copies.append(whole.moved(self._starts[index], NOWHERE))
+        return copies
 
     def from_rows(self, placed: Placed) -> list[Copy]:
         """Copies of units from the rows to where they are placed."""

@@ -32,10 +32,10 @@ _TERMS = 1024
 
 
 def keeps_scales(wave: Wave) -> bool:
-    """True if no piece of rows has a part of the columns of a scale."""
+    """True if no piece of rows, sent or not, has a part of the columns of a scale."""
     route = wave.route
     starts = [held.start for held in route.rows]
-    for copy in route.out.near:
+    for copy in [*route.out.near, *route.unsent]:
         held = route.rows[bisect.bisect_right(starts, copy.source) - 1]
         cols = held.shard.cols
         first = (copy.source - held.start) % max(1, cols)
