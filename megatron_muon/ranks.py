@@ -41,6 +41,13 @@ class Alone:
         return 0
 
 
+def in_the_world(group: dist.ProcessGroup | Alone | None) -> list[int]:
+    """The rank in the world of each rank of a group; None is all ranks."""
+    if not dist.is_initialized():
+        return [0]
+    return [dist.get_rank()] if isinstance(group, Alone) else dist.get_process_group_ranks(group)
+
+
 def nodes_of(group: dist.ProcessGroup) -> list[int]:
     """The node of each rank of a group, counted from 0, the same on every rank. Collective.
 

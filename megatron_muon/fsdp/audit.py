@@ -21,8 +21,21 @@ from megatron_muon.core.rows import MOMENTUM
 from megatron_muon.core.rules.held import Held
 from megatron_muon.core.rules.second_moments import MOMENT2
 from megatron_muon.core.slices import BlockSlice
-from megatron_muon.fsdp.whole_step import GRADIENT, WEIGHT, Finding, Subject, Tensors, WholeStep
-from megatron_muon.ranks import is_first_rank, numbers_of_all_ranks, of_all_ranks_if_any
+from megatron_muon.fsdp.whole_step import (
+    GRADIENT,
+    VANISHED,
+    WEIGHT,
+    Finding,
+    Subject,
+    Tensors,
+    WholeStep,
+)
+from megatron_muon.ranks import (
+    in_the_world,
+    is_first_rank,
+    numbers_of_all_ranks,
+    of_all_ranks_if_any,
+)
 
 
 class Audit:
@@ -50,9 +63,11 @@ class Audit:
         self._interval = interval
         self._whole_step = whole_step
         self._rank = held.group.rank()
+        self._ranks = in_the_world(held.group)
         self.steps = 0
         self.is_due = self.is_new = interval > 0
         self.is_audited = False
+        self._is_warning = False
         self.line = ""
         self.faults: list[str] = []
 
@@ -60,6 +75,7 @@ class Audit:
         """Collect a matrix if the step that begins is audited; returns its probe. Collective."""
         self.steps += 1
         self.is_audited = False
+        self._is_warning = False
         self.line = ""
         self.faults = []
         interval = self._interval
@@ -74,6 +90,7 @@ class Audit:
         viewed = next(each for each in self._part.viewed.values() if index in each.numbers)
         # experts may have no tokens, and layers above may begin at zero
         is_expert = viewed.view.is_stack or "expert" in viewed.name
+        self._may_vanish = is_expert or self.is_new or self._has_gradients()
         self._subject = Subject(
             index,
             self.steps,
@@ -82,7 +99,7 @@ class Audit:
             self._part.method_state.of_matrix(index),
             self._part.waves.method.device,
             viewed.parameter.dtype,
-            may_be_zero=is_expert or self.is_new,
+            self._ranks,
         )
         self.is_due = self.is_new = False
         self._before = self._collect(GRADIENT)
@@ -101,31 +118,36 @@ class Audit:
             bits = zlib.crc32(content.cpu().numpy(), bits)
         blocks = range(len(self._subject.matrix.blocks))
         iterated = [self._elements[number] for number in blocks]
-        of_ranks = numbers_of_all_ranks([bits, *iterated], self._held.group)
+        of_ranks = numbers_of_all_ranks([bits, int(self._may_vanish), *iterated], self._held.group)
         has_faults = self._rank == 0 and self._judge(after, of_ranks)
         del self._before, self._subject
         lines = of_all_ranks_if_any(self.line if has_faults else "", self._held.group)
         self.faults = lines[:1]
-        if has_faults or (self.line and is_first_rank()):
-            kind = "warning: " if has_faults else ""
+        if self._is_warning or (self.line and is_first_rank()):
+            kind = "warning: " if self._is_warning else ""
             print(f"megatron-muon: {kind}{self.line}", flush=True)
 
     def _judge(self, after: Tensors, of_ranks: Sequence[Sequence[int]]) -> bool:
         """Write the report; returns True if there are faults."""
         matrix = self._subject.matrix
         findings = self._compare_replicas([bits for bits, *_ in of_ranks])
+        if not any(may_vanish for _, may_vanish, *_ in of_ranks):
+            text = "all gradients are zero; were they clipped to nothing?"
+            findings.append(Finding(text, is_fault=True))
         if self._part.captured is None:  # a replayed graph calls no probe
-            findings += self._compare_iterations([elements for _, *elements in of_ranks])
+            findings += self._compare_iterations([elements for _, _, *elements in of_ranks])
         try:
             findings += self._whole_step.compare(self._subject, self._before, after)
         except torch.OutOfMemoryError:
-            findings.append(Finding("update not checked: out of memory"))
+            findings.append(Finding("update not checked: out of memory", is_unchecked=True))
         except Exception as error:  # others wait for this rank
-            findings.append(Finding(f"update not checked: {error!r}", is_fault=True))
+            findings.append(Finding(f"update not checked: {error!r}", is_unchecked=True))
         faults = [finding for finding in findings if finding.is_fault]
-        shown = ", ".join(finding.text for finding in faults or findings)
+        warned = [finding for finding in findings if finding.is_fault or finding.is_unchecked]
+        shown = ", ".join(finding.text for finding in warned or findings)
         rows, cols = matrix.shape
         self.line = f"audit of step {self.steps}: {matrix.name} ({rows} x {cols}): {shown}"
+        self._is_warning = bool(warned)
         return bool(faults)
 
     def _compare_replicas(self, bits: Sequence[int]) -> list[Finding]:
@@ -134,8 +156,8 @@ class Audit:
         for shard in shards:
             others = [rank for rank in shard.replicas if bits[rank] != bits[shard.rank]]
             if others:
-                ranks = ", ".join(map(str, others))
-                text = f"ranks {ranks} and {shard.rank}, replicas, differ"
+                numbers = [str(self._ranks[rank]) for rank in (*others, shard.rank)]
+                text = f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}, replicas, differ"
                 found.append(Finding(text, is_fault=True))
         copies = max(len(shard.holders) for shard in shards)
         if copies > 1:
@@ -151,6 +173,14 @@ class Audit:
                 text = f"block {number} was orthogonalized {done / times:g} times"
                 found.append(Finding(text, is_fault=True))
         return found
+
+    def _has_gradients(self) -> bool:
+        """True if a gradient of this rank's rows, of any matrix, is not zero, or is not finite."""
+        rows = self._part.rows
+        held = [rows.gradients[index] for index in rows.held]
+        gradients: Any = [each for each in held if each is not None]
+        norms = torch._foreach_norm(gradients, ord=math.inf) if gradients else []
+        return any(not float(norm) < VANISHED for norm in norms)
 
     def _rows(self, *others: str) -> Tensors:
         """This rank's rows by slot; nothing if it holds none."""

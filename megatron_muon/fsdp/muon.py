@@ -300,6 +300,10 @@ class Muon(MuonState):
         self._update()
         self._has_stepped = True
         self._is_fresh = False
+        if self._settings["audit_action"] == "stop":
+            faults = [line for part in self.parts if part.audit for line in part.audit.faults]
+            if faults:
+                raise AuditError("; ".join(faults))
         return loss
 
     def _update(self) -> None:
@@ -320,10 +324,6 @@ class Muon(MuonState):
             self.refuse_lost_state()
             for group, numbers in read:
                 step_adamw(group, numbers, self.state, counts_empty=self._from_megatron_fsdp)
-        if self._settings["audit_action"] == "stop":
-            faults = [line for part in self.parts if part.audit for line in part.audit.faults]
-            if faults:
-                raise AuditError("; ".join(faults))
 
     def skipped_updates(self) -> dict[str, int]:
         """Updates skipped since the last call, by matrix, if this rank holds rows of it.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_muon.errors import UserError
-from megatron_muon.ranks import numbers_of_all_ranks, of_all_ranks
+from megatron_muon.ranks import in_the_world, numbers_of_all_ranks, of_all_ranks
 
 
 def check_agreement(values: Mapping[str, str], group: Any, remedy: str) -> None:
@@ -21,10 +21,11 @@ def check_agreement(values: Mapping[str, str], group: Any, remedy: str) -> None:
     if all(other == digests[0] for other in digests):
         return
     first, *others = of_all_ranks(values, group)
-    for rank, other in enumerate(others, start=1):
+    ranks = in_the_world(group)
+    for rank, other in zip(ranks[1:], others, strict=True):
         for name in {**first, **other}:
             one = first.get(name, "not set")
             two = other.get(name, "not set")
             if one != two:
-                difference = f"{one} on rank 0 and {two} on rank {rank}"
+                difference = f"{one} on rank {ranks[0]} and {two} on rank {rank}"
                 raise UserError(f"{name} is {difference}; {remedy}")

@@ -212,9 +212,8 @@ def _train() -> None:
         tell("stage", stage="ending the ranks")
     except SystemExit as end:  # of all ranks: after a signal, at a time limit, for a fault
         together = True
-        if faults := getattr(args, "audit_faults", []):
-            remedy = "the checkpoint of this step has the fault; use --ckpt-step to load another"
-            raise RunFailedError("; ".join([*faults, remedy])) from end
+        if isinstance(end.code, str):
+            raise RunFailedError(end.code) from end
         if end.code or _ended_by_signal() or _has_trained():
             raise
     except (AssertionError, ValueError) as failure:

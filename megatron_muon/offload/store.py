@@ -38,7 +38,7 @@ from megatron_muon.offload.disk import (
     transfer_memory,
     unlock,
 )
-from megatron_muon.ranks import of_all_ranks_if_any
+from megatron_muon.ranks import in_the_world, of_all_ranks_if_any
 
 PLACES = DEVICE, HOST, DISK = "device", "host", "disk"
 # for reading, and as many for writing, so that no read is behind a write waiting for arithmetic
@@ -382,5 +382,7 @@ def first_failure(stores: Iterable[RecordStore], group: Any = None) -> str | Non
     if not failures:
         return None
     everyone = of_all_ranks_if_any(next(filter(None, failures), None), group)
-    found = (f"rank {rank} {failure}" for rank, failure in enumerate(everyone) if failure)
-    return next(found, None)
+    if not any(everyone):
+        return None
+    ranks = in_the_world(group)
+    return next(f"rank {ranks[at]} {failure}" for at, failure in enumerate(everyone) if failure)

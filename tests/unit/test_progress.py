@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import sys
 from types import SimpleNamespace
 from unittest import mock
 
@@ -45,6 +46,19 @@ def test_a_step_that_is_not_finite_is_told_before_the_run_ends(told):
     assert Progress().step(lambda iteration: fine, iteration=5) == fine
     Progress().step(lambda iteration: ({}, True, True, True, 16), iteration=6)
     assert told == [("diverged", {"step": 7})]
+
+
+def test_a_fault_ends_every_script_with_status_1(monkeypatch):
+    """megatron-core ends a run with 0 after what it takes for --exit-interval."""
+    settings = SimpleNamespace(muon_audit_action="stop", exit_interval=None)
+    monkeypatch.setattr(module, "get_args", lambda: settings)
+    progress = Progress()
+    with pytest.raises(SystemExit, match=r"^0$"):
+        progress.train(sys.exit, 0)
+    progress.keep_optimizer(lambda: SimpleNamespace(audit_faults=["layer 0 differs"]))
+    assert progress.decide_exit(lambda: settings.exit_interval == 1)
+    with pytest.raises(SystemExit, match=r"layer 0 differs; .*--ckpt-step"):
+        progress.train(sys.exit, 0)
 
 
 def test_the_loss_is_the_mean_of_an_interval_and_facts_are_written_once(

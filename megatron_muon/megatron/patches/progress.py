@@ -68,6 +68,7 @@ def show_progress(patches: Patches) -> None:
     progress = Progress()
     around = functools.partial(patches.around, training)
     around("get_megatron_optimizer")(progress.keep_optimizer)
+    around("train")(progress.train)
     around("train_step")(progress.step)
     around("checkpoint_and_decide_exit")(progress.decide_exit)
     around("training_log")(progress.log)
@@ -88,6 +89,7 @@ class Progress:
         self._first: Clock | None = None
         self._last: Clock | None = None
         self._evaluation: dict[str, Any] = {}
+        self._stops_for: Sequence[str] = ()  # faults
 
     def keep_optimizer(self, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wraps megatron.training's factory of the optimizer."""
@@ -183,6 +185,18 @@ class Progress:
             speed["optimizer_share"] = (now.in_optimizer - last.in_optimizer) / seconds
         return speed
 
+    def train(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Wraps `train`: ends it with status 1 after a fault, where megatron-core has 0."""
+        try:
+            return call(*args, **kwargs)
+        except SystemExit:
+            if self._stops_for:
+                remedy = (
+                    "the checkpoint of this step has the fault; use --ckpt-step to load another"
+                )
+                raise SystemExit("; ".join([*self._stops_for, remedy])) from None
+            raise
+
     def step(self, call: Callable[..., Any], *args: Any, iteration: int, **kwargs: Any) -> Any:
         """Wraps `train_step`: reports a step that is not finite before ranks end, and faults."""
         muon = self._optimizer if isinstance(self._optimizer, MuonChainedOptimizer) else None
@@ -201,7 +215,7 @@ class Progress:
         faults = getattr(self._optimizer, "audit_faults", [])
         if not faults or settings.muon_audit_action != "stop":
             return decide(*args, **kwargs)
-        settings.audit_faults = faults  # for the exit status
+        self._stops_for = faults
         before = settings.exit_interval
         settings.exit_interval = 1
         try:
