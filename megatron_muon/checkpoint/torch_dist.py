@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import add, sub
 from pathlib import Path
@@ -109,11 +109,14 @@ class TorchDistReader(Reader):
         if entry is not None:
             self._tensors[name] = TensorStorageMetadata(entry.properties, shape, chunks)
 
-    def unused(self) -> Iterator[tuple[str, TensorStorageMetadata]]:
-        """Stored tensors of which no part is presented, with their names."""
-        for key, entry in self.stored.items():
-            if isinstance(entry, TensorStorageMetadata) and key not in self._chunks:
-                yield key, entry
+    def tensors(self) -> list[str]:
+        """The names of stored tensors."""
+        stored = self.stored.items()
+        return sorted(key for key, entry in stored if isinstance(entry, TensorStorageMetadata))
+
+    def is_presented(self, key: str) -> bool:
+        """True if a part of a stored tensor is presented here."""
+        return key in self._chunks
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """An index of the tensors made."""

@@ -17,8 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
-from megatron_muon.checkpoint import folders
+from megatron_muon.checkpoint import content, folders
+from megatron_muon.checkpoint.content import STEP
+from megatron_muon.checkpoint.torch_dist import COMMON, read_object
 from megatron_muon.tools.doctor.doctor_command import checkpoint
 from tests.support import cli
 from tests.support.pool import Pool
@@ -33,6 +39,32 @@ SIZES = cli.words(
 UPSTREAM = cli.words("--optimizer muon --ckpt-format torch_dist")
 SWIGLU = cli.words("--swiglu --normalization RMSNorm --disable-bias-linear")
 ROPE = cli.words("--position-embedding-type rope")
+LATENT = {
+    "multi_latent_attention": True,
+    "position_embedding_type": "rope",
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+    "add_bias_linear": False,
+}
+LATENT_SHAPES = {
+    "linear_q_down_proj": (8, 40),
+    "linear_q_up_proj": (48, 8),
+    "linear_kv_down_proj": (12, 40),
+    "linear_kv_up_proj": (64, 8),
+    "linear_proj": (40, 32),
+}
+"""Latent attention, which megatron-core's local layers cannot compute, and its weights."""
+OF_GPUS = {
+    "transformer_impl": "transformer_engine",
+    "no_persist_layer_norm": False,
+    "masked_softmax_fusion": True,
+    "apply_rope_fusion": True,
+    "gradient_accumulation_fusion": True,
+}
+"""Arguments of a run on GPUs that the CPU's lacks."""
 LEARNED = "embedding.position_embeddings.weight"
 TOLERANCE = 1e-5
 """Of losses in fp32; they are printed to 1e-6."""
@@ -209,6 +241,12 @@ def test_every_destination_continues_and_nothing_is_lost_in_silence(training: Tr
     run = training(*ours(), *load, *ROPE, "--no-strict-fsdp-dtensor-load").checked()
     assert f"that this model lacks are left out, 1: {LEARNED}" in run.output
 
+    flags = (*SWIGLU, *cli.words("--optimizer adam --save adam"))
+    upstream(training, *flags).checked()
+    run = training(*ours(), *SWIGLU, *cli.words("--load adam --ckpt-step 2")).checked()
+    assert "start at zero, because another optimizer or layout wrote" in run.output
+    assert "mlp.linear_fc1.weight" in run.output
+
     # the comparison can fail: without a third of the momentum
     shutil.copytree(training.folder / "upstream", training.folder / "broken")
     without_momentum(folders.iteration_folder(training.folder / "broken", 2))
@@ -320,12 +358,67 @@ def test_the_layer_wise_optimizer_continues(training: Trainings) -> None:
 
 
 @pytest.mark.wide
+def test_a_run_on_gpus_is_exported_without_one(training: Trainings) -> None:
+    """Transformer Engine's flags; FusedAdam's counts, by group. Both end in an error or in silence
+    where an export leaves them out.
+    """
+    stayed = losses(upstream(training, "--save", "upstream"))
+    training(*ours(), *cli.words("--load upstream --ckpt-step 2 --save ours")).checked()
+    folder = folders.iteration_folder(training.folder / "ours", 4)
+    state = content.read(folder)
+    vars(state["args"]).update(OF_GPUS)
+    for name in [name for name in state if name.endswith(f".{STEP}")]:
+        parameter = name.removeprefix("optimizer.state.").removesuffix(f".{STEP}")
+        state[content.setting(parameter, STEP)] = int(state.pop(name))
+    rewrite(folders.iteration_folder(training.folder / "gpu", 4), state)
+    export(training, "gpu", 4, "back").checked()
+    assert_same(losses(upstream(training, "--load", "back")), stayed)
+    args = read_object(folders.iteration_folder(training.folder / "back", 4), COMMON)["args"]
+    assert OF_GPUS.items() <= vars(args).items()
+
+    for name in [name for name in state if name.endswith(f".{STEP}")]:
+        del state[name]
+    rewrite(folders.iteration_folder(training.folder / "uncounted", 4), state)
+    run = export(training, "uncounted", 4, "lost")
+    assert run.returncode == 2
+    assert "decoder.final_layernorm.bias has no step" in run.output
+
+
+def rewrite(folder: Path, state: dict[str, Any]) -> None:
+    """Write a checkpoint with this content."""
+    writer = FileSystemWriter(folders.begin(folder))
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    save(state, storage_writer=writer, planner=planner, no_dist=True)
+    folders.finish(folder)
+
+
+@pytest.mark.wide
 def test_export_refuses_what_upstream_cannot_continue(training: Trainings) -> None:
     training(*ours(), "--save", "positions").checked()
     run = export(training, "positions", 4, "back")
     assert run.returncode == 2
-    assert f"{LEARNED} has no momentum_buffer" in run.output
+    assert f"{LEARNED} (Muon there, not here)" in run.output
     assert "--muon-matrices upstream" in run.output
+    training(*ours(), *ROPE, "--disable-bias-linear", "--save", "usual").checked()
+    state = content.read(folders.iteration_folder(training.folder / "usual", 4))
+    vars(state["args"]).update(LATENT)
+    usual = [name for name in state if ".self_attention." in name]
+    modules = {name.partition("self_attention.")[0] for name in usual if "model." in name}
+    for name in usual:
+        del state[name]
+    for module in modules:
+        for name, shape in LATENT_SHAPES.items():
+            weight = f"{module}self_attention.{name}.weight"
+            state[weight] = torch.randn(shape)
+            momentum = weight.replace("model.", "optimizer.state.", 1)
+            state[f"{momentum}.momentum_buffer"] = torch.randn(shape)
+    rewrite(folders.iteration_folder(training.folder / "latent", 4), state)
+    run = export(training, "latent", 4, "back")
+    assert run.returncode == 2
+    assert "linear_kv_up_proj.weight (one block there)" in run.output
+    state["args"].muon_matrices = "upstream"
+    rewrite(folders.iteration_folder(training.folder / "alike", 4), state)
+    export(training, "alike", 4, "there").checked()
     training(*ours(), *ROPE, *cli.words("--muon-lr 0.02 --save rates")).checked()
     run = export(training, "rates", 4, "back")
     assert run.returncode == 2

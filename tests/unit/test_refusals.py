@@ -75,6 +75,7 @@ OF_ANY_RUN = [
     ("--optimizer dist_muon", None),
     (f"--optimizer dist_muon {FSDP}", "layer-wise Muon, does not work on Megatron-FSDP's shards"),
     (f"{MUON} {ALL} --log-params-norm", "-norm does not work with --muon-offload-state all"),
+    (f"{MUON} --data-parallel-random-init", "-init does not work with Muon under Megatron-FSDP"),
     # each of Megatron-LM's functional tests had several reasons, of which one was shown at a time
     (
         f"{MUON} --fp16 --async-save --optimizer-cuda-graph",

@@ -49,13 +49,14 @@ def test_layers_and_halves_are_read_from_a_stack(tmp_path):
         return replace(stored, whole=torch.Size((1, 6, 3)))
 
     reader.present("gate", [layer(1, 0, 3)], shape)
-    assert [name for name, _ in reader.unused()] == ["layer0"]
+    presented = {name: reader.is_presented(name) for name in reader.tensors()}
+    assert presented == {"layer0": False, "layer1": True}
     reader.present("up", [layer(1, 3, 3)], shape)
     reader.present("joined", [layer(1, 4, 2), layer(0, 1, 1, 2)], shape)
     reader.present("lost", [layer(1, 0, 3), layer(2, 0, 3)], shape)
     reader.present("nothing", [], shape)
     assert reader.read_metadata().state_dict_metadata.keys() == {"gate", "up", "joined"}
-    assert not list(reader.unused())
+    assert all(map(reader.is_presented, reader.tensors()))
     found = {name: torch.zeros(shape, dtype=STACK.dtype) for name in ("gate", "up", "joined")}
     load(found, storage_reader=reader, planner=TorchDistPlanner(), no_dist=True)
     assert torch.equal(found["gate"], STACK[1, :3])

@@ -38,14 +38,16 @@ from megatron_muon.megatron.upstream import (
     nested_values,
     parallel_state,
 )
-from megatron_muon.ranks import say
+from megatron_muon.ranks import of_any_rank, say
 from megatron_muon.settings import AUTO, OURS, UPSTREAM, MuonSettings, flag_of
 
 type State = dict[str, Any]
 """A state dict, or a part of it."""
 
+_OF_OPTIMIZER = "optimizer."
 _STATE = "optimizer.state."
-_MAIN_WEIGHTS = "optimizer.state.fp32_param."
+_MAIN = "fp32_param"
+_MAIN_WEIGHTS = f"{_STATE}{_MAIN}."
 _NO_STATE: State = {"state": {}, "param_to_group_meta": {}}
 _SAME_GROUP = ("optimizer", "wd_mult", "lr_mult", "is_decoupled_lr")
 _BEST_GROUP = ("max_lr", "min_lr", "is_expert_parallel")
@@ -82,9 +84,10 @@ class TorchDistSource:
 
     Attributes:
         common: all that is no tensor.
+        left_over: weights that no rank has requested.
 
     Raises:
-        UserError: it is older than megatron-core 0.17.
+        UserError: it is older than megatron-core 0.17, or of another program.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -95,6 +98,12 @@ class TorchDistSource:
                 f"{folder} is of a megatron-core before 0.17, with common.pt; load and save it with"
                 " that of 0.17 to 0.19 first"
             )
+        if lost := [name for name in ("args", "iteration") if name not in self.common]:
+            raise UserError(
+                f"{folder} has no {' and no '.join(lost)}, so it is not of a run of Megatron-LM;"
+                " load and save it there first"
+            )
+        self.left_over: list[str] = []
         self._groups = list(_parameter_groups(self.common.get("optimizer", {})))
         self._reader: TorchDistReader | None = None
         self._settings: dict[str, State] = {}  # of each parameter's stored group
@@ -112,7 +121,7 @@ class TorchDistSource:
     def entries(self, state: State, model: torch.nn.Module) -> State:
         """The entries that it would have in the fsdp_dtensor format, of those that are requested.
 
-        Weights that are not requested are among them. `state` is a preprocessed state dict.
+        `state` is a preprocessed state dict. Collective.
         """
         optimizer = state.get("optimizer", _NO_STATE)
         located = _locate(model, self.common.get("content_metadata") or {})
@@ -124,16 +133,23 @@ class TorchDistSource:
                 " save it again with --dist-ckpt-optim-fully-reshardable, or use --no-load-optim"
             )
 
-        def present(entry: str, name: str, tensor: torch.Tensor, prefix: str) -> None:
+        def stored(name: str, prefix: str) -> list[Part]:
             parts = _parts(plain(name), located)
-            stored = [replace(part, key=keys.get(prefix + part.key, "")) for part in parts]
-            reader.present(entry, stored, tensor.shape)
+            return [replace(part, key=keys.get(prefix + part.key, "")) for part in parts]
+
+        def present(entry: str, name: str, tensor: torch.Tensor, prefix: str) -> None:
+            reader.present(entry, stored(name, prefix), tensor.shape)
 
         for name, weight in state["model"].items():
             for prefix in ("", _MAIN_WEIGHTS):  # the last that the checkpoint has counts
                 present(f"model.{name}", name, weight, prefix)
         found: State = {}
+        kinds = {key.removeprefix(_STATE).split(".")[0] for key in keys if key.startswith(_STATE)}
+        kinds.discard(_MAIN)
         for name, slots in optimizer["state"].items():
+            for slot in kinds - slots.keys():  # of another optimizer
+                if any(part.key for part in stored(name, f"{_STATE}{slot}.")):
+                    found[f"{_STATE}{name}.{slot}"] = BytesStorageMetadata()
             for slot, value in slots.items():
                 entry = f"{_STATE}{name}.{slot}"
                 if slot != STEP:
@@ -144,9 +160,11 @@ class TorchDistSource:
             self._settings[name] = self._settings_of(meta)
             for key in self._settings[name]:
                 found[setting(name, key)] = BytesStorageMetadata()
-        for key, tensor in reader.unused():
-            if not _CHAINED.sub("", key).startswith("optimizer."):
-                found[f"model.{key}"] = tensor
+        weights = [
+            key for key in reader.tensors() if not _CHAINED.sub("", key).startswith(_OF_OPTIMIZER)
+        ]
+        taken = of_any_rank([reader.is_presented(key) for key in weights])
+        self.left_over = [key for key, is_taken in zip(weights, taken, strict=True) if not is_taken]
         return found | reader.read_metadata().state_dict_metadata
 
     def load(self, state: State) -> None:

@@ -33,9 +33,8 @@ def load_what_is_there(patches: Patches) -> None:
 
     0.19 fails in the middle of a damaged checkpoint. Missing entries are either all fatal, with an
     internal name of torch's, or all ignored in silence (--no-strict-fsdp-dtensor-load).
-    Random-number states are stored for each data-parallel rank with --data-parallel-random-init, so
-    more ranks than before find none. The count of floating-point operations is stored and never
-    loaded.
+    Random-number states are stored for each tensor-parallel rank, so more ranks than before find
+    none. The count of floating-point operations is stored and never loaded.
     """
     # while _load_base_checkpoint runs: its folder, and the state that it does not load
     loading: dict[str, Any] = {}
@@ -82,9 +81,12 @@ def load_what_is_there(patches: Patches) -> None:
         source = loading["source"]
         if source is None:
             entries = content.read_entries(loading["folder"])
+            left_over = _left_over(state.get("model", {}), entries)
         else:
             entries = source.entries(state, model)
+            left_over = source.left_over
         state = _requested_state(state, entries, loading["folder"], args)
+        _require_no_more(left_over, loading["folder"], args)
         if "optimizer" in state:
             settings = state["optimizer"]["param_to_group_meta"]
             loading["settings"] = settings
@@ -266,8 +268,8 @@ def _require_same_rates(
 def _requested_state(state: Any, entries: Mapping[str, Any], folder: Path, args: Any) -> Any:
     """The part of a state dict that a checkpoint with these entries can fill; the rest stays.
 
-    Refuses weights that are missing, have another shape or, with --strict-fsdp-dtensor-load, are in
-    the checkpoint alone; without --muon-allow-missing-state also missing state. Collective.
+    Refuses weights that are missing or have another shape, and without --muon-allow-missing-state
+    missing state. Collective.
     """
     optimizer, weights = state.get("optimizer"), state.get("model", {})
     replaced, absent = content.compare(optimizer["state"] if optimizer else {}, entries)
@@ -284,7 +286,6 @@ def _requested_state(state: Any, entries: Mapping[str, Any], folder: Path, args:
     if misfits:
         remedy = _padding(weights, entries, args) or "give this run its model flags"
         raise UserError(f"{folder} is of another model: {content.some(misfits)}; {remedy}")
-    _require_no_more(_dropped(weights, entries), folder, args)
     if absent and not args.muon_allow_missing_state:
         names = content.some(map(content.plain, absent))
         raise UserError(
@@ -345,22 +346,21 @@ def _padding(weights: Mapping[str, Any], entries: Mapping[str, Any], args: Any) 
     return ""
 
 
-def _require_no_more(dropped: list[str], folder: Path, args: Any) -> None:
+def _require_no_more(left_over: list[str], folder: Path, args: Any) -> None:
     """Refuse a checkpoint with weights that the model lacks, unless they may be left out."""
-    if not dropped:
+    if not left_over:
         return
-    names = content.some(dropped)
+    count, names = len(left_over), content.some(left_over)
     if args.strict_fsdp_dtensor_load:
         remedy = "give this run its model flags, or --no-strict-fsdp-dtensor-load to leave them out"
         raise UserError(
-            f"{folder} is of another model: this one lacks {len(dropped)} of its weights: {names};"
+            f"{folder} is of another model: this one lacks {count} of its weights: {names};"
             f" {remedy}"
         )
-    count = f"left out, {len(dropped)}: {names}"
-    _warn(f"weights of the checkpoint that this model lacks are {count}")
+    _warn(f"weights of the checkpoint that this model lacks are left out, {count}: {names}")
 
 
-def _dropped(weights: Mapping[str, Any], entries: Mapping[str, Any]) -> list[str]:
+def _left_over(weights: Mapping[str, Any], entries: Mapping[str, Any]) -> list[str]:
     """Weights of a checkpoint that no rank's model has. Collective: ranks hold different experts.
 
     Transformer Engine's fp8 states do not count: megatron-core neither saves nor loads them in this

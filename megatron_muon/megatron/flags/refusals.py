@@ -92,6 +92,7 @@ CONFLICTS = {
         "--optimizer-cuda-graph",
         "--cuda-graph-impl full_iteration",
         "--megatron-fsdp-version 2",
+        "--data-parallel-random-init",  # 0.19 broadcasts DTensors
         "--muon-use-syrk",  # symmetric products are chosen by size
     ),
     # Every rank holds whole matrices: there is nothing to shard.

@@ -35,6 +35,16 @@ from megatron_muon.megatron.upstream import (
 )
 from megatron_muon.megatron.upstream import parallel_state as mpu
 
+LOCAL = {
+    "transformer_impl": "local",
+    "no_persist_layer_norm": True,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "bias_gelu_fusion": False,
+    "gradient_accumulation_fusion": False,
+}
+"""Arguments for megatron-core's local layers, which need no kernel."""
+
 _BATCH_FIELDS = {"tokens", "labels", "loss_mask", "attention_mask", "position_ids"}
 _DATA_SETTINGS = (
     "multiple_validation_sets",

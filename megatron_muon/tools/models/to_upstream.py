@@ -19,8 +19,11 @@ from megatron_muon import cpu
 from megatron_muon.checkpoint import content
 from megatron_muon.checkpoint.content import STEP
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.model.gpt import gpt_config
+from megatron_muon.megatron.model.gpt import LOCAL, gpt_config
+from megatron_muon.megatron.model.matrices import tag_for_muon, unlike_upstream
+from megatron_muon.megatron.muon_config import with_settings
 from megatron_muon.megatron.upstream import (
+    LocalSpecProvider,
     ProcessGroupCollection,
     checkpointing,
     global_vars,
@@ -29,13 +32,15 @@ from megatron_muon.megatron.upstream import (
     parallel_state,
     training,
 )
-from megatron_muon.settings import flag_of
+from megatron_muon.patching import Patches
+from megatron_muon.settings import UPSTREAM, flag_of
 from megatron_muon.tools.models.weights import Weights, local_name
 
 type Tensors = dict[str, Any]
 """Tensors of parameters, by name."""
 
 _STATE = "optimizer.state."
+_SETTINGS = "optimizer.param_to_group_meta."
 _SCHEDULE = "opt_param_scheduler."
 _FLOPS = "num_floating_point_operations_so_far"
 _WITHOUT_COUNTERPART = (
@@ -70,7 +75,6 @@ _UNDER_DDP: dict[str, Any] = {
     "async_save": False,
     "no_save_rng": True,  # each rank's are those of another layout
     "load": None,
-    "transformer_impl": "local",
     "use_checkpoint_opt_param_scheduler": True,
     "override_opt_param_scheduler": False,
 }
@@ -84,11 +88,17 @@ def export(args: argparse.Namespace) -> None:
     checkpoint = Weights(args.checkpoint, verify=not args.no_verify_checkpoint)
     _check(checkpoint)
     entries = content.read_entries(checkpoint.folder)
-    names = [name for name in entries if name.startswith((_STATE, _SCHEDULE)) or name == _FLOPS]
-    stored = content.read(checkpoint.folder, ["iteration", *names])
+    names = ["iteration"]
+    for name in entries:
+        is_count = name.startswith(_SETTINGS) and name.endswith(f".{STEP}")  # FusedAdam's
+        if is_count or name == _FLOPS or name.startswith((_STATE, _SCHEDULE)):
+            names.append(name)
+    stored = content.read(checkpoint.folder, names)
     run = checkpoint.args
     has_experts_apart = run.expert_model_parallel_size > 1
     vars(run).update(_UNDER_DDP, save=str(out))
+    of_run = dict(vars(run))
+    vars(run).update(LOCAL)
     cpu.install(force=True)
     _initialize(run)
     try:
@@ -97,14 +107,16 @@ def export(args: argparse.Namespace) -> None:
             for name, parameter in model.named_parameters():
                 parameter.allreduce = ".experts." not in name
         optimizer = _optimizer(run, model)
-        _fill(model, optimizer, checkpoint.tensors, stored)
+        _require_same_matrices(run, model, checkpoint.folder)
+        if lost := _fill(model, optimizer, checkpoint.tensors, stored):
+            raise UserError(f"{checkpoint.folder} is incomplete: {content.some(lost)}")
         scheduler = training.get_optimizer_param_scheduler(optimizer)
         schedule = {}
         for name, value in stored.items():
             if name.startswith(_SCHEDULE):
                 schedule[name.removeprefix(_SCHEDULE)] = value
         scheduler.load_state_dict(schedule)
-        run.use_checkpoint_opt_param_scheduler = False
+        vars(run).update(of_run, use_checkpoint_opt_param_scheduler=False)
         checkpointing.save_checkpoint(
             stored["iteration"], [model], optimizer, scheduler, stored.get(_FLOPS, 0)
         )
@@ -142,7 +154,11 @@ def _model(run: argparse.Namespace) -> Any:
     config = gpt_config(run)
     config.transformer.perform_initialization = False
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    model = config.get_builder_cls()(config).build_model(groups, True, True)
+    with Patches() as changes:
+        if run.multi_latent_attention:  # which that of local layers cannot compute
+            none = torch.nn.Identity
+            changes.replace(LocalSpecProvider, "core_attention", lambda _provider: none)
+        model = config.get_builder_cls()(config).build_model(groups, True, True)
     return model.bfloat16() if run.bf16 else model
 
 
@@ -154,14 +170,26 @@ def _optimizer(run: argparse.Namespace, model: Any) -> Any:
     return optimizer
 
 
-def _fill(model: Any, optimizer: Any, weights: Tensors, stored: Mapping[str, Any]) -> None:
-    """Give model and optimizer a checkpoint's weights and state."""
+def _require_same_matrices(run: argparse.Namespace, model: Any, folder: Path) -> None:
+    """Refuse a run whose Muon has other weights or blocks than megatron-core's own."""
+    config, _ = training.get_megatron_optimizer_config(run)
+    tag_for_muon([model], exclude=run.muon_exclude, like_upstream=run.muon_matrices == UPSTREAM)
+    if unlike := unlike_upstream([model], with_settings(config, vars(run))):
+        raise UserError(
+            f"{folder}: megatron-core's own Muon chooses otherwise: {'; '.join(unlike)}; train with"
+            " --muon-matrices upstream"
+        )
+
+
+def _fill(model: Any, optimizer: Any, weights: Tensors, stored: Mapping[str, Any]) -> list[str]:
+    """Give model and optimizer a checkpoint's weights and state; returns what it lacks."""
     state: dict[str, Tensors] = defaultdict(dict)
     for entry, value in stored.items():
-        if entry.startswith(_STATE):
-            parameter, slot = entry.removeprefix(_STATE).rsplit(".", 1)
+        if entry.startswith((_STATE, _SETTINGS)):
+            parameter, slot = entry.removeprefix(_STATE).removeprefix(_SETTINGS).rsplit(".", 1)
             state[slot][local_name(parameter)] = value
     names = {}
+    lost = []
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name in weights:
@@ -169,9 +197,12 @@ def _fill(model: Any, optimizer: Any, weights: Tensors, stored: Mapping[str, Any
         for name, parameter in model.named_parameters():
             main = getattr(parameter, "main_param", parameter)
             names[main] = name
+            found = _whole(name, weights)
+            if found is None:
+                lost.append(f"no {name}")
+                continue
             for tensor in {parameter, main}:
-                tensor.copy_(_whole(name, weights))
-    lost = []
+                tensor.copy_(found)
     for member in optimizer.chained_optimizers:
         inner = member.optimizer
         for group in inner.param_groups:
@@ -185,14 +216,13 @@ def _fill(model: Any, optimizer: Any, weights: Tensors, stored: Mapping[str, Any
                         tensor.copy_(found)
                 counts = state[STEP]
                 step = counts.get(name, counts.get(f"{name}_w"))
-                if step is not None:
+                if step is None:
+                    if "exp_avg" in inner.state[parameter]:
+                        lost.append(f"{name} has no {STEP}")
+                else:
                     inner.state[parameter][STEP] = torch.tensor(float(step))
                     group[STEP] = int(step)  # as FusedAdam counts
-    if lost:
-        raise UserError(
-            f"megatron-core's own Muon divides the weights otherwise: {content.some(lost)}; train"
-            " with --muon-matrices upstream"
-        )
+    return lost
 
 
 def _whole(name: str, tensors: Tensors) -> Any:

@@ -31,6 +31,10 @@ _RELEASE = "release"
 
 _TO_LOCAL = (
     (r"self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r"input_layernorm.\1"),
+    (
+        r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$",
+        r"self_attention.\1_layernorm.\2",
+    ),
     (r"mlp\.linear_fc1\.layer_norm_(weight|bias)$", r"pre_mlp_layernorm.\1"),
     (
         r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)(_[wv])?$",

@@ -27,7 +27,7 @@ from megatron_muon.megatron.flags import command_line as arguments
 from megatron_muon.megatron.flags.config_file import given_flags, load_config, merge
 from megatron_muon.megatron.flags.named_optimizer import LION, MEGATRONS, is_class
 from megatron_muon.megatron.model import matrices as mp
-from megatron_muon.megatron.model.gpt import gpt_config
+from megatron_muon.megatron.model.gpt import LOCAL, gpt_config
 from megatron_muon.megatron.model.matrices import muon_matrices, restore_attributes, tag_for_muon
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig, check_supported, with_settings
 from megatron_muon.megatron.upstream import (
@@ -46,17 +46,6 @@ from megatron_muon.ranks import say
 from megatron_muon.settings import AUTO, UPSTREAM, steps_for
 from megatron_muon.tools.plan.estimate import Group
 from megatron_muon.tools.plan.planned_cuts import PieceHolders, bucket_shards
-
-LOCAL = {
-    "transformer_impl": "local",
-    "persist_layer_norm": False,
-    "masked_softmax_fusion": False,
-    "apply_rope_fusion": False,
-    "bias_gelu_fusion": False,
-    "gradient_accumulation_fusion": False,
-}
-"""Settings of megatron-core's local layers, which need no kernel."""
-
 
 _PLANNED = {
     "data_parallel_sharding_strategy": ("optim", "optim_grads", "optim_grads_params"),
