@@ -111,6 +111,8 @@ OF_MUONS_RUN = [
     ("--adaptive-muon-beta2 0.5", "-beta2 needs --optimizer adaptive_muon; add it or leave"),
     # exchange and strategy
     (f"{NO_SHARD} --muon-ns gram", "--muon-ns has no effect .*--muon-share-replicated"),
+    (f"{NO_SHARD} --muon-audit-interval 5", "--muon-audit-interval has no effect here"),
+    (f"{NO_SHARD} --muon-audit-interval 0", None),
     (f"{NO_SHARD} --muon-momentum-dtype int8", "--muon-momentum-dtype has no effect"),
     (f"{SHARED} --muon-momentum-dtype int8", None),
     (f"{NO_SHARD} --num-distributed-optimizer-instances 2", "-instances does not work with"),

@@ -158,8 +158,14 @@ class CheckedRun:
         return getattr(self.values, name, None)
 
     def given(self, names: Iterable[str]) -> list[str]:
-        """The flags among these settings of this package that are not at their default."""
-        return [flag_of(name) for name in names if getattr(self.values, name) != default_of(name)]
+        """The flags among these settings of this package that are not at their default.
+
+        No audits are no request, so that one file of settings serves all strategies.
+        """
+        values = {name: getattr(self.values, name) for name in names}
+        if values.get("muon_audit_interval") == 0:
+            del values["muon_audit_interval"]
+        return [flag_of(name) for name, value in values.items() if value != default_of(name)]
 
     @property
     def pattern(self) -> Any:
