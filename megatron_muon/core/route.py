@@ -272,10 +272,8 @@ class Units:
         Units may have a part of the columns of a scale.
         """
         sent = {unit.of for unit in self.kept if is_sent(unit)}
-        copies = []
-        for unit in self.kept:
-            if unit.of in sent and not is_sent(unit):
-                copies += self.from_rows([(NOWHERE, unit)])
+        others = [unit for unit in self.kept if unit.of in sent and not is_sent(unit)]
+        copies = self.from_rows([(NOWHERE, unit) for unit in others])
         for index in dict.fromkeys(unit.of for unit in self.kept if unit.of not in sent):
             shard = self.held[index]
             whole = _from_shard(shard, Piece(*shard.rectangle, 0, 0))

@@ -20,8 +20,9 @@ SHAPES = (32, 128), (4, 1024)
 """Rows and columns of tiles; a launch has those of which fewer cover its pieces."""
 
 FIELDS = 10
-"""Of a piece: number of its matrix, slot or block, near start and row stride, far start and stride, rows,
-columns, first tile, 1 if columns are rows at the far end, 2 if there is no such end, slot there."""
+"""Of a piece: number of its matrix, slot or block, near start and row stride, far start and
+stride, rows, columns, first tile, 1 if columns are rows at the far end, 2 if there is no such end,
+slot there."""
 
 _MOST_ALIGNED = 16
 

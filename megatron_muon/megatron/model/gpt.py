@@ -35,7 +35,7 @@ from megatron_muon.megatron.upstream import (
 )
 from megatron_muon.megatron.upstream import parallel_state as mpu
 
-LOCAL = {
+LOCAL_LAYERS = {
     "transformer_impl": "local",
     "no_persist_layer_norm": True,
     "masked_softmax_fusion": False,

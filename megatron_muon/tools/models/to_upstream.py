@@ -19,7 +19,7 @@ from megatron_muon import cpu
 from megatron_muon.checkpoint import content
 from megatron_muon.checkpoint.content import STEP
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.model.gpt import LOCAL, gpt_config
+from megatron_muon.megatron.model.gpt import LOCAL_LAYERS, gpt_config
 from megatron_muon.megatron.model.matrices import tag_for_muon, unlike_upstream
 from megatron_muon.megatron.muon_config import with_settings
 from megatron_muon.megatron.upstream import (
@@ -98,7 +98,7 @@ def export(args: argparse.Namespace) -> None:
     has_experts_apart = run.expert_model_parallel_size > 1
     vars(run).update(_UNDER_DDP, save=str(out))
     of_run = dict(vars(run))
-    vars(run).update(LOCAL)
+    vars(run).update(LOCAL_LAYERS)
     cpu.install(force=True)
     _initialize(run)
     try:

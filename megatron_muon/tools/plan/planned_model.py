@@ -27,7 +27,7 @@ from megatron_muon.megatron.flags import command_line as arguments
 from megatron_muon.megatron.flags.config_file import given_flags, load_config, merge
 from megatron_muon.megatron.flags.named_optimizer import LION, MEGATRONS, is_class
 from megatron_muon.megatron.model import matrices as mp
-from megatron_muon.megatron.model.gpt import LOCAL, gpt_config
+from megatron_muon.megatron.model.gpt import LOCAL_LAYERS, gpt_config
 from megatron_muon.megatron.model.matrices import muon_matrices, restore_attributes, tag_for_muon
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig, check_supported, with_settings
 from megatron_muon.megatron.upstream import (
@@ -106,7 +106,7 @@ def _arguments(
     if device == "cuda" and "--transformer-impl" not in given:
         args.transformer_impl = "transformer_engine"
     args.moe_grouped_gemm = args.moe_grouped_gemm and args.transformer_impl == "transformer_engine"
-    vars(args).update(LOCAL)
+    vars(args).update(LOCAL_LAYERS)
     args.rank = 0
     args.world_size = world_size
     args.global_batch_size = None
