@@ -178,7 +178,8 @@ def test_flags_and_config_say_the_same_model(model: str, published: dict[str, An
 def test_positions_are_scaled_by_the_factor_of_the_flag() -> None:
     """megatron.training 0.19 passes --rope-scaling-factor over: each model had the factor 8."""
     cpu.install(force=True)
-    from megatron_muon.tools.plan.planned_model import LOCAL, build_on_meta, groups_on_paper
+    from megatron_muon.megatron.model.gpt import LOCAL_LAYERS
+    from megatron_muon.tools.plan.planned_model import build_on_meta, groups_on_paper
 
     scaled = {
         "use_rope_scaling": True,
@@ -186,8 +187,8 @@ def test_positions_are_scaled_by_the_factor_of_the_flag() -> None:
         "hidden_size": 48,
         "kv_channels": 8,
     }
-    args = args_of("llama", **scaled, seq_length=9, micro_batch_size=1, no_persist_layer_norm=True)
-    vars(args).update(LOCAL | {"rank": 0, "world_size": 1})
+    args = args_of("llama", **scaled, seq_length=9, micro_batch_size=1)
+    vars(args).update(LOCAL_LAYERS | {"rank": 0, "world_size": 1})
     prepare.complete(args)
     with groups_on_paper(args) as groups:
         found = build_on_meta(args, groups).rotary_pos_emb.inv_freq
