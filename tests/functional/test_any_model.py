@@ -105,7 +105,7 @@ def test_every_framework_trains_as_one_process(
     assert all(torch.equal(again[name], found[name]) for name in found)
 
 
-@pytest.mark.parametrize("layout", ON_FOUR)
+@pytest.mark.parametrize("layout", wide_but(["tensor parallel"], ON_FOUR))
 def test_tensor_parallelism_beside_fsdp2(ranks: Pool, layout: str) -> None:
     kind, options = ON_FOUR[layout]
     _, expected = ranks(1, weights, kind="plain", options=options)[0]
@@ -224,7 +224,6 @@ def resumed(
     wide_but(
         [
             ("plain", ("ddp", "fsdp2", "ddp")),
-            ("host", ("library, 3", "library, 2")),
         ],
         [
             ("plain", ("ddp", "fsdp2", "ddp")),

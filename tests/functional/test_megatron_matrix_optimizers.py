@@ -53,10 +53,15 @@ GROUPS: dict[str, tuple[int, dict[str, Case]]] = {
         3,
         {
             **{s: of("soap", SMALL.but(strategy=s)) for s in STRATEGIES},
+            "empty shards": of("soap", Case(layers=1, ffn=47)),
+        },
+    ),
+    "settings": (
+        3,
+        {
             "plain": of("soap", SMALL, "use_kl_shampoo=False"),
             "cautious": of("soap", but(SMALL, muon_cautious_weight_decay=True, weight_decay=1.0)),
             "host": of("soap", but(SMALL, muon_offload="cpu")),
-            "empty shards": of("soap", Case(layers=1, ffn=47)),
             "stacked experts": of("soap", Case(layers=1, stacked=3, swiglu=True)),
         },
     ),

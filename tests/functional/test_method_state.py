@@ -38,7 +38,6 @@ from tests.support import cli
 from tests.support import training as runs
 from tests.support.pool import Pool
 from tests.support.training import Trainings
-from tests.support.wide import wide_but
 
 STEPS = 3
 BETA = 0.9
@@ -372,7 +371,8 @@ MOVED = [
 ]
 
 
-@pytest.mark.parametrize(("size", "flags"), wide_but(MOVED[1:2], MOVED))
+@pytest.mark.wide
+@pytest.mark.parametrize(("size", "flags"), MOVED)
 def test_checkpoints_of_megatron_have_the_state(
     training: Trainings, size: int, flags: tuple[str, ...]
 ) -> None:

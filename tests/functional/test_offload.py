@@ -204,10 +204,8 @@ MOVES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("precision", "before", "after"),
-    wide_but([MOVES[0]], MOVES),
-)
+@pytest.mark.wide
+@pytest.mark.parametrize(("precision", "before", "after"), MOVES)
 def test_checkpoints_are_the_same_wherever_state_lives(
     training: Trainings, every_way: str, precision: str, before: str, after: str
 ) -> None:

@@ -45,7 +45,8 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", wide_but(["optim_grads_params"], LAYOUTS))
+@pytest.mark.wide
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_with_its_state_off_the_gpu_is_saved_and_resumed(
     ranks: Pool, tmp_path: Path, layout: str
 ) -> None:

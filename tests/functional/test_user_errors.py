@@ -124,7 +124,7 @@ UNKNOWN_FLAG = ("--num-layres", "2"), ("unknown flag --num-layres", "did you mea
 @pytest.mark.parametrize(
     ("argv", "fragments", "cold"),
     [
-        pytest.param(*UNKNOWN_FLAG, False, id="flag"),
+        pytest.param(*UNKNOWN_FLAG, False, id="flag", marks=pytest.mark.wide),
         pytest.param(*UNKNOWN_FLAG, True, id="flag, from a cold start", marks=pytest.mark.wide),
         pytest.param(
             # Known only when the groups are built, and so reported from within the training loop's

@@ -12,10 +12,10 @@ from tests.support.cases import TABLE
 from tests.support.momentum_of_replicas import momentum_of_replicas
 from tests.support.parity import assert_same_bits, check, run
 from tests.support.pool import Pool
-from tests.support.wide import wide_but
 
 
-@pytest.mark.parametrize("name", wide_but(["variants on 3"], TABLE))
+@pytest.mark.wide
+@pytest.mark.parametrize("name", TABLE)
 def test_updates_equal_the_reference(ranks: Pool, name: str) -> None:
     group = TABLE[name]
     with ranks.interpreted():

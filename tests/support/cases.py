@@ -316,7 +316,6 @@ TABLE: dict[str, Group] = {
         3,
         _strategies(),
         same=tuple((s, f"{s}, allgather") for s in SHARDED),
-        often=True,
         again=("delayed",),
     ),
     **{
@@ -331,7 +330,6 @@ TABLE: dict[str, Group] = {
         f"blocks on {n}": Group(
             n,
             spread(BLOCKS, n),
-            often=n == 2,
         )
         for n in (2, 3, 4)
     },
