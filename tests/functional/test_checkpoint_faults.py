@@ -129,7 +129,6 @@ def train_on_small_disk(
     return train(rank, world_size, **run)
 
 
-@pytest.mark.wide
 def test_a_full_disk(training: Trainings) -> None:
     """A limit on the size of files stands in for it: the write fails in the same place, in the same
     way.

@@ -83,7 +83,6 @@ def test_the_number_of_ranks_changes_no_bit(ranks: Pool, world_size: int) -> Non
         assert_same_bits(alone[label], seen[label], label)
 
 
-@pytest.mark.wide
 def test_blockwise_orthogonalises_the_part_of_each_rank(ranks: Pool) -> None:
     """Megatron-core's default: a tensor-parallel rank's part is a matrix with a norm of its own,
     replicated or not.

@@ -38,6 +38,7 @@ from tests.support import cli
 from tests.support import training as runs
 from tests.support.pool import Pool
 from tests.support.training import Trainings
+from tests.support.wide import wide_but
 
 STEPS = 3
 BETA = 0.9
@@ -371,8 +372,7 @@ MOVED = [
 ]
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize(("size", "flags"), MOVED)
+@pytest.mark.parametrize(("size", "flags"), wide_but(MOVED[1:2], MOVED))
 def test_checkpoints_of_megatron_have_the_state(
     training: Trainings, size: int, flags: tuple[str, ...]
 ) -> None:

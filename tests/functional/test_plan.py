@@ -69,7 +69,7 @@ def planned(folder: Path, *argv: object) -> dict[str, Any]:
     return figures
 
 
-@pytest.mark.parametrize("name", wide_but(["tp2 dp2", "experts ep2"], LAYOUTS))
+@pytest.mark.parametrize("name", wide_but(["tp2 dp2", "experts ep2", "soap, tp2 dp2"], LAYOUTS))
 def test_a_plan_has_the_digest_and_the_momentum_of_the_run(
     ranks: Pool, tmp_path: Path, name: str
 ) -> None:

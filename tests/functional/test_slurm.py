@@ -30,8 +30,6 @@ from tests.support import cli
 from tests.support.pool import Pool
 from tests.support.training import Trainings
 
-pytestmark = pytest.mark.wide
-
 SCRIPTS = cli.ROOT / "scripts/slurm"
 CLUSTER = SCRIPTS / "local_cluster.sh"
 STEPS = 60
@@ -229,6 +227,7 @@ def test_a_failure_is_not_requeued(jobs: dict[str, Job]) -> None:
     assert "--lr: invalid float value: 'none'" in job.log(0)
 
 
+@pytest.mark.wide
 def test_a_time_limit_leads_to_a_checkpoint_and_back_into_the_queue(jobs: dict[str, Job]) -> None:
     """The first task of the sweep, and that task alone. In the end its user cancels it for good."""
     job = jobs["limited"]

@@ -45,8 +45,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", wide_but(["optim_grads_params"], LAYOUTS))
 def test_a_run_with_its_state_off_the_gpu_is_saved_and_resumed(
     ranks: Pool, tmp_path: Path, layout: str
 ) -> None:

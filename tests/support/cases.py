@@ -330,6 +330,7 @@ TABLE: dict[str, Group] = {
         f"blocks on {n}": Group(
             n,
             spread(BLOCKS, n),
+            often=n == 2,
         )
         for n in (2, 3, 4)
     },
